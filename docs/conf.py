@@ -13,6 +13,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.highlighting import PygmentsBridge
 from sphinx.writers.html5 import HTML5Translator
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import front
 import publish
 import uses
+import verify
 import words
 
 # Modules whose names users import.
@@ -100,22 +102,12 @@ def name_classes(
     return signature and re.sub(r"<class '([\w.]+)'>", r"\1", signature), returned
 
 
-def example_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
+def example_pages(_app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
     """Show each example as a page."""
     for path in sorted((ROOT / "examples").glob("*.py")):
-        code = app.builder.highlighter.highlight_block(path.read_text(), "python")
+        code = PygmentsBridge("html").highlight_block(path.read_text(), "python")
         name = f"examples/{path.name}"
         yield name, {"title": name, "body": f"<h1>{name}</h1>{code}"}, "page.html"
-
-
-def has_small_text(picture: Path) -> bool:
-    """Whether texts of a picture may have less than 9 pixels in the column of a page."""
-    if picture.suffix != ".svg":
-        return True
-    drawing = picture.read_text()
-    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', drawing)
-    sizes = [float(size) for size in re.findall(r"font(?:-size)?: [^;\"]*?([\d.]+)px", drawing)]
-    return width is not None and min(sizes, default=9) * 736 / float(width[1]) < 9
 
 
 class Pages(HTML5Translator):
@@ -128,16 +120,17 @@ class Pages(HTML5Translator):
         """Have an example lead to its page rather than to a file."""
         page = self.builder.current_docname
         name, _ = self.builder.env.relfn2path(node["reftarget"], page)
-        if not re.fullmatch(r"examples/\w+\.py", name):
-            return super().visit_download_reference(node)
-        target = self.builder.get_relative_uri(page, name)
-        self.body.append(self.starttag(node, "a", "", CLASS="reference internal", href=target))
-        return self.context.append("</a>")
+        if re.fullmatch(r"examples/\w+\.py", name):
+            target = self.builder.get_relative_uri(page, name)
+            self.body.append(self.starttag(node, "a", "", CLASS="reference internal", href=target))
+            self.context.append("</a>")
+        else:
+            super().visit_download_reference(node)
 
     def visit_image(self, node: nodes.Element) -> None:
         """Open the link around a picture."""
         name = self.builder.images[node["uri"]]
-        classes = "picture small" if has_small_text(ROOT / node["uri"]) else "picture"
+        classes = "picture small" if verify.has_small_text(ROOT / node["uri"]) else "picture"
         self.body.append(f'<a class="{classes}" href="{self.builder.imgpath}/{name}">')
         super().visit_image(node)
         self.body.append("</a>")

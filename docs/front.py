@@ -41,6 +41,7 @@ def filled(template: str, readme: str, reference: Mapping[str, str], version: st
         gains = [part for part in left if "(docs/benchmarks.md" in part]
         left = [part for part in left if part not in gains]
     script = next(section[0].removeprefix("## ") for section in sections if "```python" in "".join(section))
+    changed = "\n".join(re.findall(r"^.*  # was .*$", readme, re.MULTILINE))
     shown = groups(readme)
     names = ", ".join(f"[`{name}`]({page}.rst)" for name, page in reference.items())
     shown["Reference"] = re.sub(
@@ -49,8 +50,8 @@ def filled(template: str, readme: str, reference: Mapping[str, str], version: st
     parts = {
         "what": what,
         "gains": "\n\n".join(gains),
-        "install": next(iter(re.findall(r"^pip install .*$", readme, re.MULTILINE)), ""),
-        "changed": "\n".join(re.findall(r"^.*  # was .*$", readme, re.MULTILINE)),
+        "install": next(iter(re.findall(r"^pip install .*?(?=  #|$)", readme, re.MULTILINE)), ""),
+        "changed": f"```python\n{changed}\n```",
         "script": re.sub(r"[^\w-]", "", script.lower().replace(" ", "-")),
         "pages": "\n\n".join(_card(title, links) for title, links in shown.items()),
         "version": version,

@@ -13,8 +13,6 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from docutils.nodes import make_id
-
 import front
 
 __all__ = ["shown", "used"]
@@ -46,9 +44,9 @@ def used() -> tuple[dict[str, list[Path]], dict[str, list[tuple[str, str]]]]:
 
 def shown(name: str) -> list[str]:
     """Lines of reStructuredText for the docstring of a name; none where it is used nowhere."""
-    examples, guides = (places.get(name, []) for places in used())
-    links = [f"`{title} <{address}>`__" for title, address in guides[:SHOWN]]
-    files = [f":download:`{path.name} </{path}>`" for path in examples]
+    examples, guides = used()
+    links = [f"`{title} <{address}>`__" for title, address in guides.get(name, [])[:SHOWN]]
+    files = [f":download:`{path.name} </{path}>`" for path in examples.get(name, [])]
     lines = [f"* {', '.join(row)}" for row in (links, files) if row]
     return ["", ".. rubric:: Used in", "", *lines, ""] if lines else []
 
@@ -84,8 +82,13 @@ def _sections(page: Path) -> dict[str, tuple[int, str, str]]:
     for word, sections in counts.items():
         at = sections.most_common(1)[0][0]
         title = titles[0] if at == 0 else f"{titles[0]}: {titles[at]}"
-        found[word] = sections.total(), title, f"{address}#{make_id(titles[at])}" if at else address
+        found[word] = sections.total(), title, f"{address}#{_identifier(titles[at])}" if at else address
     return found
+
+
+def _identifier(title: str) -> str:
+    # Of a heading in HTML, as docutils makes it.
+    return re.sub(r"^[-\d]+|-+$", "", re.sub(r"[^a-z0-9]+", "-", title.lower()))
 
 
 def _without_headings_in_code(text: str) -> str:

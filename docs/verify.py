@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["Page", "hits", "problems"]
+__all__ = ["Page", "has_small_text", "hits", "problems"]
 
 # What users type, and the page that they need.
 SEARCHES = {
@@ -123,6 +123,16 @@ def problems(site: Path, built: Path) -> list[str]:
     front = pages[(built / "index.html").resolve()].links
     found += [f"{page} is not linked from the front page" for page in NEAR if page not in front]
     return found + _lost(json.loads((built / "searchindex.js").read_text()[len("Search.setIndex(") : -1]))
+
+
+def has_small_text(picture: Path) -> bool:
+    """Whether texts of a picture may have less than 9 pixels in the column of a page."""
+    if picture.suffix != ".svg":
+        return True
+    drawing = picture.read_text()
+    width = re.search(r'<svg [^>]*width="([\d.]+)pt"', drawing)
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: [^;\"]*?([\d.]+)px", drawing)]
+    return width is not None and min(sizes, default=9) * 736 / float(width[1]) < 9
 
 
 def _leads(path: Path, link: str, pages: Mapping[Path, Page]) -> bool:

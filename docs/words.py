@@ -14,7 +14,7 @@ names of functions on docs/split-functions.md are objects, as the names of the r
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from sphinx import addnodes
@@ -26,6 +26,8 @@ import functions
 
 __all__ = ["setup"]
 
+# Pages that name everything, and explain nothing: the search knows their headings only.
+QUIET = "CHANGELOG", "docs/benchmarks"
 COMMENT = re.compile(r"<!-- search: (.*) -->\s*", re.DOTALL)
 
 
@@ -44,6 +46,11 @@ class Words(SphinxTransform):
                     for word in found[1].split(",")
                 ]
                 raw.replace_self(addnodes.index(entries=entries))
+        if self.env.docname in QUIET:
+            for section in self.document.findall(nodes.section):
+                for part in section.children:
+                    if isinstance(part, (nodes.paragraph, nodes.bullet_list, nodes.table)):
+                        part["classes"].append("no-search")
 
 
 class Functions(Domain):
@@ -52,8 +59,10 @@ class Functions(Domain):
     name = "function"
     label = "function"
     # A query may name any module that has the function: it is a word of what the search shows of a name.
-    object_types = {"torch": ObjType("of torch, of torch.nn.functional, or method of torch.Tensor")}  # noqa: RUF012
-    initial_data: dict[str, Any] = {"objects": {}}  # noqa: RUF012
+    object_types: ClassVar[dict[str, ObjType]] = {
+        "torch": ObjType("of torch, of torch.nn.functional, or method of torch.Tensor")
+    }
+    initial_data: ClassVar[dict[str, Any]] = {"objects": {}}
 
     def clear_doc(self, docname: str) -> None:
         """Forget the names of a page."""

@@ -12,6 +12,7 @@ import front
 import publish
 import uses
 import verify
+from figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -205,6 +206,17 @@ def test_a_name_of_the_reference_shows_the_examples_and_guides_that_use_it():
     assert guides["predict"][0] == ("Larger than memory: Prediction", "../larger-than-memory.html#prediction")
     assert uses.shown("no_such_name") == []
     assert uses.shown("spill")[1] == ".. rubric:: Used in"
+
+
+@pytest.mark.parametrize("picture", [*FIGURES, "architecture"])
+def test_texts_of_drawings_can_be_read_in_a_column(picture):
+    assert not verify.has_small_text(ROOT / "docs" / "images" / f"{picture}.svg")
+
+
+def test_wide_drawings_with_small_texts_are_known(tmp_path):
+    (tmp_path / "x.svg").write_text('<svg width="720pt"><text style="font: 700 8px sans-serif"/></svg>')
+    assert verify.has_small_text(tmp_path / "x.svg")
+    assert verify.has_small_text(tmp_path / "photograph.png")
 
 
 def test_what_is_wide_scrolls_and_pictures_fit():
