@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import CheckpointError, DataError, DistdlError
+from distdl_rma.errors import CheckpointError, DistdlError
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.load import load_checkpoint
 from distdl_rma.jobs.checkpoints.objects import Objects
@@ -33,36 +33,6 @@ _NUMBERS: list[Any] = [
 ]
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file with a state dict has, in memory; local, blocking.
-
-    ``DataError`` if it is missing, ``CheckpointError`` if it has other things than tensors and plain values.
-    """
-    check_found(os.fspath(path))
-    loads = _loads if Path(path).suffix.lower() == _SAFETENSORS else _unpickled
-    try:
-        read: dict[str, Any] = dict(loads(path))
-    except DataError:
-        raise
-    except Exception as error:
-        # Of torch's many lines the one that names what it does not unpickle, without advice to do so.
-        lines = str(error).splitlines() or [""]
-        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0]).partition(". ")[0]
-        raise CheckpointError(
-            f"{path}: is no file of tensors and plain values: {type(error).__name__}: {reason}"
-        ) from error
-    return read
-
-
-def _loads(path: str | os.PathLike[str]) -> Any:
-    return needed("safetensors.torch").load_file(path)
-
-
-def _unpickled(path: str | os.PathLike[str]) -> Any:
-    with torch.serialization.safe_globals(_NUMBERS):
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
     """Load the weights of a file, or of the newest checkpoint of a folder, into a model; local, blocking.
 
@@ -75,22 +45,27 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
     ShapeError
         If shapes or types of tensors differ.
     """
-    if Path(path).suffix.lower() not in (_SAFETENSORS, *_PICKLES):
+    if (suffix := Path(path).suffix.lower()) not in (_SAFETENSORS, *_PICKLES):
         load_checkpoint(path, into)
         return
-    found = read_weights(path)
-    if not all(isinstance(x, torch.Tensor) for x in found.values()):
-        found = next((found[entry] for entry in _ENTRIES if isinstance(found.get(entry), Mapping)), {})
-    load_state(path, found, into)
-
-
-def load_state(path: str | os.PathLike[str], state: Mapping[str, Any], into: nn.Module) -> None:
-    """Load a state dict that was read from a file; the errors of :func:`load_weights`."""
-    if not state or not all(isinstance(x, torch.Tensor) for x in state.values()):
+    check_found(os.fspath(path))
+    load = needed("safetensors.torch").load_file if suffix == _SAFETENSORS else _unpickled
+    try:
+        found: dict[str, Any] = dict(load(path))
+    except Exception as error:
+        # Of torch's many lines the one that names what it does not unpickle, without advice to do so.
+        lines = str(error).splitlines() or [""]
+        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0]).partition(". ")[0]
+        raise CheckpointError(
+            f"{path}: is no file of tensors and plain values: {type(error).__name__}: {reason}"
+        ) from error
+    if not _is_state(found):
+        found = next((found[entry] for entry in _ENTRIES if _is_state(found.get(entry))), {})
+    if not found:
         raise CheckpointError(f"{path}: has no state dict of a model, alone or as one of {_ENTRIES}")
     mine = into.state_dict()
     # Models within a wrapper of torch for several GPUs. Half floats become the model's without loss.
-    tensors = {name if name in mine else name.removeprefix("module."): x for name, x in state.items()}
+    tensors = {name if name in mine else name.removeprefix("module."): x for name, x in found.items()}
     for name, x in tensors.items():
         if name in mine and torch.promote_types(x.dtype, mine[name].dtype) == mine[name].dtype:
             tensors[name] = x.to(mine[name].dtype)
@@ -102,3 +77,12 @@ def load_state(path: str | os.PathLike[str], state: Mapping[str, Any], into: nn.
     except DistdlError as error:
         error.args = (str(error).replace("checkpoint:", f"{path}:", 1),)
         raise
+
+
+def _unpickled(path: str | os.PathLike[str]) -> Any:
+    with torch.serialization.safe_globals(_NUMBERS):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_state(found: Any) -> bool:
+    return isinstance(found, Mapping) and all(isinstance(x, torch.Tensor) for x in found.values())

@@ -29,6 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
         "model",
+        nargs="?",
         metavar="MODULE:FUNCTION",
         help="function without arguments that returns the model, or a model",
     )
@@ -37,6 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="weights of the model: a folder of Checkpoints, or a state dict in .pt, .pth or .safetensors",
     )
+    parser.add_argument("--bundle", metavar="DIR", help="a bundle of MONAI, in place of a function")
+    parser.add_argument("--raw", action="store_true", help="of a bundle, leave out its postprocessing")
     parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
@@ -59,18 +62,25 @@ def run(chosen: argparse.Namespace) -> int:
     """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
     # Help needs neither torch nor MPI.
     from distdl_rma.jobs.checkpoints.weights import load_weights
+    from distdl_rma.jobs.out_of_core.bundle import Bundle
     from distdl_rma.jobs.out_of_core.predict import plan_prediction, predict
     from distdl_rma.jobs.out_of_core.processes import Processes
 
     processes = Processes(None)
     try:
         with processes.together():
-            model = _model(chosen.model)
+            if (chosen.model is None) == (chosen.bundle is None):
+                raise ArgumentError("predict: name a model, as module:function, or a bundle, by --bundle")
+            bundle = None
+            if chosen.bundle is not None:
+                with _code_of_user(f"the bundle {chosen.bundle}"):
+                    bundle = Bundle(chosen.bundle, chosen.source, chosen.raw)
+            model, post = (_model(chosen.model), None) if bundle is None else (bundle.model, bundle.post)
             if chosen.checkpoint is not None:
                 load_weights(chosen.checkpoint, model)
-            post = None if chosen.post is None else _named(chosen.post)
-            if not (post is None or callable(post)):
+            if chosen.post is not None and not callable(post := _named(chosen.post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
+        source = chosen.source if bundle is None else bundle.measured(processes)
         options: dict[str, Any] = {
             "memory": chosen.memory,
             "scratch": chosen.scratch,
@@ -78,10 +88,9 @@ def run(chosen: argparse.Namespace) -> int:
             "post": post,
         }
         if chosen.out is not None:
-            progress = not chosen.quiet
-            predict(model, chosen.source, chosen.out, progress=progress, chunks=chosen.chunks, **options)
+            predict(model, source, chosen.out, progress=not chosen.quiet, chunks=chosen.chunks, **options)
         elif processes.first:
-            sys.stdout.write(f"{plan_prediction(model, chosen.source, **options)}\n")
+            sys.stdout.write(f"{plan_prediction(model, source, **options)}\n")
     except DistdlError as error:
         # All ranks have one.
         if processes.first:

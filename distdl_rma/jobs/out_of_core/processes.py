@@ -68,6 +68,12 @@ class Processes:
                 self._machine.fail(error)
             raise
 
+    def gathered(self, call: Callable[[], Any]) -> list[Any]:
+        """What ``call`` returns on each process; an error of one is raised on all."""
+        with self.together():
+            mine = call()
+        return [mine] if self.size == 1 else list(self._comm.allgather(mine))
+
     def of_first(self, value: Any) -> Any:
         """The value of the first process."""
         return value if self.size == 1 else self._comm.bcast(value)

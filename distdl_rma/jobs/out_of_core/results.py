@@ -66,6 +66,8 @@ def key_of(plan: Plan, digest: str, source: Any) -> str:
     Of a file, size and time of its last change stand for its values.
     """
     facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.splits, label(source), digest]
+    # What is done to what is read.
+    facts += getattr(source, "facts", ())
     if (path := getattr(source, "path", None)) and Path(path).is_file():
         at = Path(path).stat()
         facts += [at.st_size, at.st_mtime_ns]
