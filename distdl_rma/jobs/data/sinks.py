@@ -543,11 +543,13 @@ class ChunkedHdf5:
 _HDF5 = _Kind(
     _create_hdf5,
     lambda part, sink: (
-        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks) if sink.chunks else hdf5(str(part), sink.name)
+        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks)
+        if sink.chunks
+        else hdf5(str(part), sink.name)[0]
     ),
 )
 _KINDS = {
-    ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)),
+    ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)[0]),
     ".h5": _HDF5,
     ".hdf5": _HDF5,
     ".zarr": _Kind(
