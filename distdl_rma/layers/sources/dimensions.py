@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import isfinite
+from re import fullmatch
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,51 +54,44 @@ class Dimensions(NamedTuple):
 
 def fitting(dims: int, **given: Any) -> Dimensions:
     """What is given; ``ArgumentError`` if it does not fit an array of so many dimensions."""
-    found = dict[str, Any]()
-    for name, entries in given.items():
-        if entries is None:
-            continue
-        with suppress(TypeError, ValueError):
-            numbers = name in ("spacing", "origin")
-            values = tuple(map(float, entries)) if numbers else tuple(entries)
-            distinct = len({*values}) == dims if name == "axes" else entries is not str(entries)
-            if len(values) == dims and distinct and all(map(_FITS[name], values)):
-                found[name] = values
-                continue
+    found = {name: _fitting(dims, name, entries) for name, entries in given.items() if entries is not None}
+    for name in (name for name, values in found.items() if values is None):
         raise ArgumentError(
             f"{name}= has an entry for each of {dims} dimensions: different names in axes, numbers above 0 in"
-            f" spacing, finite ones in origin, names or None in units; got {entries!r}"
+            f" spacing, finite ones in origin, names or None in units; got {given[name]!r}"
         )
     return Dimensions(**found)
 
 
-def known(dims: int, **given: Any) -> Dimensions:
-    """What a file says; None where this does not fit."""
-    found = Dimensions()
-    for name, entries in given.items():
-        with suppress(ArgumentError):
-            found = found._replace(**{name: getattr(fitting(dims, **{name: entries}), name)})
-    return found
+def known(dims: int, **said: Any) -> Dimensions:
+    """What a file says; None where this does not fit, or names no unit."""
+    found = Dimensions(**{name: _fitting(dims, name, entries) for name, entries in said.items()})
+    return found if any(found.units or ()) else found._replace(units=None)
+
+
+def _fitting(dims: int, name: str, entries: Any) -> Any:
+    with suppress(TypeError, ValueError):
+        numbers = name in ("spacing", "origin")
+        values = tuple(map(float, entries)) if numbers else tuple(each or None for each in entries)
+        distinct = len({*values}) == dims if name == "axes" else not isinstance(entries, str)
+        if len(values) == dims and distinct and all(map(_FITS[name], values)):
+            return values
+    return None
 
 
 def of_attributes(dims: int, names: Any, attributes: Mapping[str, Any]) -> Dimensions:
     """Of Zarr and HDF5, by the names of dimensions and the attributes that :func:`as_attributes` makes."""
-    units = attributes.get("axis_units")
-    return known(
-        dims,
-        axes=names,
-        spacing=attributes.get("axis_spacing"),
-        origin=attributes.get("axis_origin"),
-        units=None if units is None else [each or None for each in units],
-    )
+    others = ("spacing", "origin", "units")
+    return known(dims, axes=names, **{name: attributes.get(f"axis_{name}") for name in others})
 
 
 def as_attributes(found: Dimensions) -> dict[str, list[Any]]:
-    """All but the names, for which formats have a place."""
-    given = {"axis_spacing": found.spacing, "axis_origin": found.origin, "axis_units": found.units}
-    # HDF5 has no text that is none.
+    """All but the names, for which formats have a place. HDF5 has no text that is none."""
+    given = found._replace(axes=None)._asdict().items()
     return {
-        name: ["" if each is None else each for each in entries] for name, entries in given.items() if entries
+        f"axis_{name}": ["" if each is None else each for each in entries]
+        for name, entries in given
+        if entries
     }
 
 
@@ -126,22 +120,15 @@ def _of_level(image: Mapping[str, Any], level: Mapping[str, Any], dims: int) -> 
     inline = bool(steps) and not any("path" in step for step in steps)
     axes = [each if isinstance(each, str) else each["name"] for each in image.get("axes", ())]
     units = [None if isinstance(each, str) else each.get("unit") for each in image.get("axes", ())]
-    return known(
-        dims,
-        axes=axes,
-        spacing=spacing if inline else None,
-        origin=origin if inline else None,
-        units=units if any(units) else None,
-    )
+    if not inline:
+        return known(dims, axes=axes, units=units)
+    return known(dims, axes=axes, spacing=spacing, origin=origin, units=units)
 
 
 def of_image(found: Dimensions, dims: int) -> Dimensions:
     """With names of OME-Zarr if there are none; ``ArgumentError`` if an image cannot have such dimensions."""
     axes = found.axes or tuple(_OME_NAMES[-dims:])
-    kinds = [*map(_kind, axes)]
-    others = [kind for kind in kinds if kind != "space"]
-    in_order = others in ([], ["time"], ["channel"], ["time", "channel"]) and kinds[: len(others)] == others
-    if not in_order or dims - len(others) not in (2, 3) or len(axes) != dims:
+    if len(axes) != dims or not fullmatch("t?c?s{2,3}", "".join(_kind(each)[0] for each in axes)):
         raise ArgumentError(
             "an OME-Zarr image has a time 't', if any, then a channel 'c', if any, then 2 or 3 axes of space;"
             f" got axes {axes} of an array of {dims} dimensions"
@@ -179,9 +166,7 @@ def of_nifti(image: Any) -> Dimensions:
     turned = not np.allclose(matrix[:3, :3], np.diag([*spacing[:3], 1.0, 1.0][:3]))
     origin = None if turned else [*matrix[:3, 3], float(header["toffset"]), 0.0, 0.0, 0.0][:dims]
     units = [space, space, space, time, None, None, None][:dims]
-    return known(
-        dims, axes="xyztuvw"[:dims], spacing=spacing, origin=origin, units=units if any(units) else None
-    )
+    return known(dims, axes="xyztuvw"[:dims], spacing=spacing, origin=origin, units=units)
 
 
 def of_tiff(tifffile: Any, file: Any, number: int) -> Dimensions:
@@ -201,10 +186,7 @@ def of_tiff(tifffile: Any, file: Any, number: int) -> Dimensions:
             for each in "XY":
                 count, length = tags[f"{each}Resolution"].value
                 sizes[each] = length / count, unit
-    units = [_UNITS.get(unit, unit) for _, unit in (sizes.get(each, (1.0, None)) for each in series.axes)]
-    return known(
-        len(series.shape),
-        axes=series.axes.lower(),
-        spacing=[sizes.get(each, (1.0, None))[0] for each in series.axes] if sizes else None,
-        units=units if any(units) else None,
-    )
+    entries = [sizes.get(each, (1.0, None)) for each in series.axes]
+    units = [_UNITS.get(unit, unit) for _, unit in entries]
+    spacing = [size for size, _ in entries] if sizes else None
+    return known(len(series.shape), axes=series.axes.lower(), spacing=spacing, units=units)

@@ -108,17 +108,11 @@ def _of_fsspec(zarr: Any, files: Any, place: str) -> Any:
 
 def _zip_store(zarr: Any, path: str) -> tuple[Any, str]:
     # Whoever zips a folder may zip it with its name, so that the hierarchy begins there.
-    with opened(path) as file, ZipFile(file) as members:
-        homes = [
-            each.filename.rpartition("/")[0]
-            for each in members.infolist()
-            if each.filename.rpartition("/")[2] in _NODES
-        ]
-        large = [
-            each.filename
-            for each in members.infolist()
-            if each.compress_type != ZIP_STORED and each.file_size > _CHUNK_NBYTES
-        ]
+    with opened(path) as file, ZipFile(file) as archive:
+        members = archive.infolist()
+    homes = [each.filename.rpartition("/")[0] for each in members if each.filename.endswith(_NODES)]
+    packed = [each for each in members if each.compress_type != ZIP_STORED]
+    large = [each.filename for each in packed if each.file_size > _CHUNK_NBYTES]
     if not homes:
         raise UnsupportedError(
             f"{path}: an archive without an array of Zarr has no random access, every rank would read all of"
@@ -131,8 +125,8 @@ def _zip_store(zarr: Any, path: str) -> tuple[Any, str]:
         )
     if not is_url(path):
         return zarr.storage.ZipStore(path, mode="r"), min(homes, key=len)
-    archive = needed("fsspec.implementations.zip", "remote").ZipFileSystem(opened(path))
-    return _of_fsspec(zarr, archive, ""), min(homes, key=len)
+    files = needed("fsspec.implementations.zip", "remote").ZipFileSystem(opened(path))
+    return _of_fsspec(zarr, files, ""), min(homes, key=len)
 
 
 def _names(zarr: Any, group: Any, every: bool = False) -> list[str]:
@@ -148,13 +142,9 @@ def _names(zarr: Any, group: Any, every: bool = False) -> list[str]:
         if kind in facts:
             return [each["path"] for each in facts[kind][members]]
     nodes = dict(group.members(max_depth=None))
-    found = [
-        key
-        for key, one in nodes.items()
-        if isinstance(one, zarr.Group) and "multiscales" in ome(one.attrs.asdict())
-    ]
-    within = tuple(f"{key}/" for key in found)
     arrays = [key for key, one in nodes.items() if isinstance(one, zarr.Array)]
+    found = [key for key, one in nodes.items() if "multiscales" in ome(one.attrs.asdict())]
+    within = tuple(f"{key}/" for key in found)
     return [key for key in (*found, *arrays) if not key.startswith(within)]
 
 
