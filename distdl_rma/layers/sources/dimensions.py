@@ -35,6 +35,11 @@ _UNITS = {
     "nm": "nanometer", "s": "second", "sec": "second", "msec": "millisecond", "usec": "microsecond",
     "unknown": None, "pixel": None, "": None,
 }  # fmt: skip
+# What libraries raise at words that are damaged. The elements of such a file are another matter.
+_DAMAGED = (
+    AttributeError, IndexError, KeyError, OSError, RuntimeError, SyntaxError, TypeError, ValueError,
+    ZeroDivisionError,
+)  # fmt: skip
 _FITS: dict[str, Callable[[Any], bool]] = {
     "axes": lambda each: isinstance(each, str) and each != "",
     "spacing": lambda each: isfinite(each) and each > 0,
@@ -97,7 +102,7 @@ def as_attributes(found: Dimensions) -> dict[str, list[Any]]:
 
 def of_level(attributes: Mapping[str, Any], path: str, dims: int) -> Dimensions | None:
     """Of a level of an image of OME-Zarr, by the attributes of its group; None if it has no such level."""
-    with suppress(KeyError, TypeError, ValueError, AttributeError):
+    with suppress(*_DAMAGED):
         for image in ome(attributes).get("multiscales", ()):
             for level in image["datasets"]:
                 if level["path"].strip("/") == path:
@@ -153,26 +158,35 @@ def _kind(axis: str) -> str:
 
 
 def of_hdf5(dataset: Any) -> Dimensions:
-    """Of a dataset of h5py: labels of its dimensions, else names of their scales."""
-    names = [each.label or (each[0].name.rpartition("/")[2] if len(each) else "") for each in dataset.dims]
-    return of_attributes(len(names), names, dataset.attrs)
+    """Of a dataset of h5py: labels of its dimensions, else names of their scales.
+
+    They are read as attributes: libhdf5's own functions for scales crash where these are damaged.
+    """
+    with suppress(*_DAMAGED):
+        names, scales = dataset.attrs.get("DIMENSION_LABELS"), dataset.attrs.get("DIMENSION_LIST", ())
+        if names is None:
+            names = [dataset.file[each[0]].name.rpartition("/")[2] for each in scales]
+        return of_attributes(len(dataset.shape), names, dataset.attrs)
+    return Dimensions()
 
 
 def of_nifti(image: Any) -> Dimensions:
     """Of an image of nibabel; its origin only if the affine matrix is one of scales and a translation."""
-    dims, matrix, header = len(image.shape), image.affine, image.header
-    spacing = [float(each) or 1.0 for each in header.get_zooms()]
-    space, time = (_UNITS.get(each) for each in header.get_xyzt_units())
-    turned = not np.allclose(matrix[:3, :3], np.diag([*spacing[:3], 1.0, 1.0][:3]))
-    origin = None if turned else [*matrix[:3, 3], float(header["toffset"]), 0.0, 0.0, 0.0][:dims]
-    units = [space, space, space, time, None, None, None][:dims]
-    return known(dims, axes="xyztuvw"[:dims], spacing=spacing, origin=origin, units=units)
+    with suppress(*_DAMAGED):
+        dims, matrix, header = len(image.shape), image.affine, image.header
+        spacing = [float(each) or 1.0 for each in header.get_zooms()]
+        space, time = (_UNITS.get(each) for each in header.get_xyzt_units())
+        turned = not np.allclose(matrix[:3, :3], np.diag([*spacing[:3], 1.0, 1.0][:3]))
+        origin = None if turned else [*matrix[:3, 3], float(header["toffset"]), 0.0, 0.0, 0.0][:dims]
+        units = [space, space, space, time, None, None, None][:dims]
+        return known(dims, axes="xyztuvw"[:dims], spacing=spacing, origin=origin, units=units)
+    return Dimensions()
 
 
 def of_tiff(tifffile: Any, file: Any, number: int) -> Dimensions:
     """Of a series of a file of tifffile."""
     series, sizes = file.series[number], dict[str, tuple[float, Any]]()
-    with suppress(KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
+    with suppress(*_DAMAGED):
         if file.is_ome:
             images = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]
             pixels = (images if isinstance(images, (list, tuple)) else [images])[number]["Pixels"]

@@ -63,6 +63,9 @@ def test_hdf5_and_netcdf_have_the_names_of_dimensions(tmp_path):
             file["labelled"].dims[d].label = name
         file["depth"].make_scale("depth")
         file["scaled"].dims[0].attach_scale(file["depth"])
+        file["full"] = X[:, 0, 0]
+        file["full"].dims[0].attach_scale(file["depth"])
+    assert seen(tmp_path / "x.h5::full").axes == ("depth",)
     assert seen(tmp_path / "x.h5::labelled").axes == ("a", "b", "c")
     assert seen(tmp_path / "x.h5::scaled") == seen(tmp_path / "x.h5::plain") == Dimensions()
     with netCDF4.Dataset(tmp_path / "x.nc", "w") as file:
@@ -99,3 +102,22 @@ def test_an_image_has_axes_in_the_order_of_ome_zarr_and_is_valid():
     for axes in ("x", "cx", "zcyx", "ctyx", "wzyx", "czyxw", "ttyx"):
         with pytest.raises(ArgumentError, match=r"OME-Zarr image|different names"):
             of_image(fitting(len(axes), axes=axes), len(axes))
+
+
+def test_damaged_words_about_dimensions_hide_no_array(tmp_path):
+    import h5py
+    import nibabel
+    import tifffile
+
+    found = nibabel.Nifti1Image(X, np.eye(4))
+    found.header["xyzt_units"] = 255
+    nibabel.save(found, tmp_path / "x.nii")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = X
+        file["x"].attrs["DIMENSION_LIST"] = file["x"].attrs["axis_units"] = 3
+        file["x"].attrs["axis_spacing"] = b"\xff"
+    facts = {"axes": "ZYX", "unit": "um", "spacing": "wide"}
+    tifffile.imwrite(tmp_path / "x.tif", X, imagej=True, resolution=(0, 1), metadata=facts)
+    for name, axes in (("x.nii", None), ("x.h5", None), ("x.tif", ("z", "y", "x"))):
+        assert np.array_equal(open_array(tmp_path / name)[:3, :4, :5], X)
+        assert seen(tmp_path / name).axes == axes
