@@ -78,7 +78,8 @@ def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
         found = node(*above, levels[int(last)])
     while isinstance(found, zarr.Group):
         names, before = _names(zarr, found), f"{name.strip('/')}/" if name else ""
-        name = chosen(path, (before + each.strip("/") for each in names), None)
+        # A name without letters would lead here again.
+        name = chosen(path, (before + each.strip("/") for each in names if each.strip("/")), None)
         found = node(inner, name)
     _check(path, found)
     attributes, metadata, dims = found.attrs.asdict(), found.metadata, len(found.shape)
@@ -110,7 +111,11 @@ def _zip_store(zarr: Any, path: str) -> tuple[Any, str]:
     # Whoever zips a folder may zip it with its name, so that the hierarchy begins there.
     with opened(path) as file, ZipFile(file) as archive:
         members = archive.infolist()
-    homes = [each.filename.rpartition("/")[0] for each in members if each.filename.endswith(_NODES)]
+    places = (each.filename.rpartition("/") for each in members)
+    homes = [home for home, _, last in places if last in _NODES]
+    # A zip of several hierarchies has a name for each.
+    root = min(homes, key=len, default="")
+    root = root if all(f"{home}/".startswith(f"{root}/") for home in homes) else ""
     packed = [each for each in members if each.compress_type != ZIP_STORED]
     large = [each.filename for each in packed if each.file_size > _CHUNK_NBYTES]
     if not homes:
@@ -124,9 +129,9 @@ def _zip_store(zarr: Any, path: str) -> tuple[Any, str]:
             " compression: zip -0"
         )
     if not is_url(path):
-        return zarr.storage.ZipStore(path, mode="r"), min(homes, key=len)
+        return zarr.storage.ZipStore(path, mode="r"), root
     files = needed("fsspec.implementations.zip", "remote").ZipFileSystem(opened(path))
-    return _of_fsspec(zarr, files, ""), min(homes, key=len)
+    return _of_fsspec(zarr, files, ""), root
 
 
 def _names(zarr: Any, group: Any, every: bool = False) -> list[str]:

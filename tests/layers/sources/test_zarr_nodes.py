@@ -188,3 +188,25 @@ def test_another_process_opens_a_zip_itself(tmp_path):
             os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert np.array_equal(whole(source), X)
+
+
+def test_a_group_that_leads_to_itself_is_an_error(tmp_path):
+    path = scan(tmp_path)
+    group = zarr.open_group(str(path), mode="r+")
+    for place in ("", "/", ".", "..", "../scan.ome.zarr", "labels/../0"):
+        group.attrs["ome"] = {"multiscales": [{"datasets": [{"path": place}]}]}
+        with pytest.raises((ArgumentError, DataError), match=r"has 0 arrays|cannot be opened"):
+            open_array(path)
+
+
+def test_a_zip_of_several_hierarchies_needs_a_name_and_one_of_a_mac_does_not(tmp_path):
+    path = scan(tmp_path)
+    with zipfile.ZipFile(zipped(path, tmp_path / "x.zip", "a/"), "a") as file:
+        file.writestr("__MACOSX/a/._zarr.json", b"")
+    assert np.array_equal(whole(open_array(tmp_path / "x.zip")), X)
+    with zipfile.ZipFile(tmp_path / "x.zip", "a") as file:
+        for one in path.rglob("*.json"):
+            file.write(one, f"other/{one.relative_to(path)}")
+    with pytest.raises(DataError, match="cannot be opened"):
+        open_array(tmp_path / "x.zip")
+    assert np.array_equal(whole(open_array(f"{tmp_path / 'x.zip'}::a/0")), X)
