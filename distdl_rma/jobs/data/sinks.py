@@ -23,7 +23,7 @@ import asyncio
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -51,6 +51,7 @@ from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.dimensions import Dimensions, as_attributes, as_image, fitting, of_image
 from distdl_rma.layers.sources.hdf5 import hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.opening import hdf5, npy
 from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
@@ -78,6 +79,10 @@ def create_array(
     *,
     like: SplitTensor,
     chunks: Sequence[int] | None = None,
+    axes: Sequence[str] | None = None,
+    spacing: Sequence[float] | None = None,
+    units: Sequence[str | None] | None = None,
+    origin: Sequence[float] | None = None,
 ) -> ArraySink:
     """A new array in a file, for :func:`write_shards`; a context that all ranks of ``like`` enter and leave.
 
@@ -88,8 +93,9 @@ def create_array(
     Parameters
     ----------
     path
-        Ends in ``.npy``, ``.h5``, ``.hdf5`` or ``.zarr`` (format 3), on a disk that all ranks see. An array
-        in HDF5 is called ``data``, or as the path says behind ``::``. Nothing may be there yet.
+        Ends in ``.npy``, ``.h5``, ``.hdf5``, ``.zarr`` (format 3) or ``.ome.zarr`` (an image of OME-Zarr 0.5
+        with one level, ``0``), on a disk that all ranks see. An array in HDF5 is called ``data``, or as the
+        path says behind ``::``. Nothing may be there yet.
     shape
         Global shape of the array, of as many dimensions as ``like``. What nobody writes is zero.
     dtype
@@ -99,11 +105,19 @@ def create_array(
     chunks
         Of Zarr; None for the blocks of ``like``, divided to at most 16 MiB. Of HDF5, whose datasets are
         contiguous if None.
+    axes
+        Names of the dimensions; None for none, in OME-Zarr for the last ones of ``tczyx``. These and the
+        following are what :func:`open_array` returns of the file. ``.npy`` has no place for them.
+    spacing, origin
+        A number for each dimension: element ``i`` lies at ``origin + spacing * i``.
+    units
+        A unit for each dimension, such as ``"micrometer"``, or None.
 
     Raises
     ------
     ArgumentError
-        If the suffix, the shape or the chunks do not fit.
+        If the suffix, the shape or the chunks do not fit. When the context begins, on all ranks: if axes,
+        spacing, units or origin do not fit the array, or its format.
     UnsupportedError
         If numpy has no such elements, such as bfloat16.
     DataError
@@ -122,15 +136,25 @@ def create_array(
     if not all(isinstance(n, Integral) for n in shape):
         raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
     kind = like.dtype if dtype is None else dtype
-    return _planned(path, shape, kind, like.decomposition, chunks, like.machine, like.partition.ranks)
+    given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
+    return _planned(path, shape, kind, like.decomposition, given, chunks, like.machine, like.partition.ranks)
 
 
 def array_of_one(
-    path: str | os.PathLike[str], shape: Sequence[int], dtype: Any, *, chunks: Sequence[int] | None = None
+    path: str | os.PathLike[str],
+    shape: Sequence[int],
+    dtype: Any,
+    *,
+    chunks: Sequence[int] | None = None,
+    axes: Sequence[str] | None = None,
+    spacing: Sequence[float] | None = None,
+    units: Sequence[str | None] | None = None,
+    origin: Sequence[float] | None = None,
 ) -> ArraySink:
     """As :func:`create_array`, for a process that writes all of the array; local."""
     layout = Decomposition.replicated(Partition((0,), (1,) * len(shape), 0), shape)
-    return _planned(path, shape, dtype, layout, chunks)
+    given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
+    return _planned(path, shape, dtype, layout, given, chunks)
 
 
 def _planned(
@@ -138,6 +162,7 @@ def _planned(
     shape: Sequence[int],
     dtype: Any,
     layout: Decomposition,
+    given: dict[str, Any],
     chunks: Sequence[int] | None = None,
     machine: Machine | None = None,
     ranks: Sequence[int] = (),
@@ -147,7 +172,7 @@ def _planned(
         raise ArgumentError(
             f"create_array: {path}: a result is written to a disk; copy it to the server then"
         )
-    suffix, extents = Path(place).suffix.lower(), tuple(map(int, shape))
+    suffix, extents = _suffix(place), tuple(map(int, shape))
     if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
         raise ArgumentError(
             f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
@@ -161,16 +186,20 @@ def _planned(
     kind = _numpy_dtype(dtype)
     if chunks is not None:
         fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
-        most = chunks if suffix == ".zarr" else extents
+        most = chunks if suffix.endswith(".zarr") else extents
         if suffix == ".npy" or not fits or min(chunks, default=1) < 1 or any(map(gt, chunks, most)):
             raise ArgumentError(
                 f"create_array: {path}: chunks= are of Zarr and HDF5, one extent above 0 for each"
                 f" dimension of {extents}, in HDF5 not above the array's, got {chunks}"
             )
         chunks = tuple(map(int, chunks))
-    elif suffix == ".zarr":
+    elif suffix.endswith(".zarr"):
         chunks = _block_chunks(layout, extents, kind.itemsize)
-    return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks)
+    return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks, given)
+
+
+def _suffix(path: str) -> str:
+    return ".ome.zarr" if path.lower().endswith(".ome.zarr") else Path(path).suffix.lower()
 
 
 class ArraySink:
@@ -201,9 +230,11 @@ class ArraySink:
         chunks: tuple[int, ...] | None,
         machine: Machine | None = None,
         ranks: Sequence[int] = (),
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.name, self.shape, self.dtype, self.chunks = path, name, shape, dtype, chunks
-        self.part, self._kind = Path(f"{path}.part"), _KINDS[Path(path).suffix.lower()]
+        self.part, self._kind = Path(f"{path}.part"), _KINDS[_suffix(path)]
+        self._given, self.dimensions = given or {}, Dimensions()
         self._machine, self._ranks = machine, ranks
         self._first = machine is None or machine.rank == ranks[0]
         self._opened: Any = None
@@ -217,7 +248,9 @@ class ArraySink:
 
     def __enter__(self) -> ArraySink:
         with self._together() as facts:
+            self.dimensions = self._fitting()
             facts["array"] = [self.name, self.shape, str(self.dtype), self.chunks]
+            facts |= self.dimensions._asdict()
             if self._first and Path(self.path).exists():
                 raise DataError(f"{self.path}: is there already; remove it, or choose another name")
             check_found(str(self.part.absolute().parent))
@@ -233,6 +266,17 @@ class ArraySink:
             with self._together():
                 self.reopen()
         return self
+
+    def _fitting(self) -> Dimensions:
+        # What the file will say of its dimensions; raises where it cannot.
+        found = fitting(len(self.shape), **self._given)
+        if _suffix(self.path) == ".ome.zarr":
+            return of_image(found, len(self.shape))
+        if _suffix(self.path) == ".npy" and found != Dimensions():
+            raise ArgumentError(
+                f"{self.path}: .npy has no place for axes, spacing, units and origin; take .h5 or .zarr"
+            )
+        return found
 
     def reopen(self) -> None:
         """Go on with ``part``, which an earlier context has made; local.
@@ -510,6 +554,10 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
             plan.set_chunk(chunks)
         kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
         h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
+        dataset, axes = file[sink.name], sink.dimensions.axes or ()
+        dataset.attrs.update(as_attributes(sink.dimensions))
+        for d, text in enumerate(axes):
+            dataset.dims[d].label = text
 
 
 @dataclass(frozen=True)
@@ -541,20 +589,41 @@ class ChunkedHdf5:
             raw[part.slices(chunk)] = values[part.slices(target)]
 
 
+def _create_zarr(part: Path, sink: ArraySink) -> None:
+    zarr, known, image = needed("zarr", "zarr"), sink.dimensions, _suffix(sink.path) == ".ome.zarr"
+    if image:
+        name = Path(sink.path).name[: -len(".ome.zarr")]
+        zarr.create_group(str(part), zarr_format=3, attributes=as_image(known, name))
+    zarr.create_array(
+        str(part),
+        name="0" if image else None,
+        shape=sink.shape,
+        dtype=sink.dtype,
+        chunks=sink.chunks,
+        fill_value=0,
+        zarr_format=3,
+        dimension_names=known.axes,
+        attributes={} if image else as_attributes(known),
+    )
+
+
+def _opened_zarr(part: Path, sink: ArraySink) -> Any:
+    place = part / "0" if _suffix(sink.path) == ".ome.zarr" else part
+    return needed("zarr", "zarr").open_array(str(place), mode="r+")
+
+
 _HDF5 = _Kind(
     _create_hdf5,
     lambda part, sink: (
-        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks) if sink.chunks else hdf5(str(part), sink.name)
+        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks)
+        if sink.chunks
+        else hdf5(str(part), sink.name)[0]
     ),
 )
 _KINDS = {
-    ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)),
+    ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)[0]),
     ".h5": _HDF5,
     ".hdf5": _HDF5,
-    ".zarr": _Kind(
-        lambda part, sink: needed("zarr", "zarr").create_array(
-            str(part), shape=sink.shape, dtype=sink.dtype, chunks=sink.chunks, fill_value=0
-        ),
-        lambda part, _: needed("zarr", "zarr").open_array(str(part), mode="r+"),
-    ),
+    ".zarr": _Kind(_create_zarr, _opened_zarr),
+    ".ome.zarr": _Kind(_create_zarr, _opened_zarr),
 }

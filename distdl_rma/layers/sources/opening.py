@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
-from math import prod
 from pathlib import PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
@@ -30,25 +30,18 @@ import numpy as np
 
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.layers.sources.chunks import chunks_of
+from distdl_rma.layers.sources.dimensions import Dimensions, known, of_hdf5, of_nifti, of_tiff
 from distdl_rma.layers.sources.hdf5 import behind_links, check_near, hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.netcdf_header import check_netcdf_header
 from distdl_rma.layers.sources.packed import unpacked
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import text_of, torch_dtype
-from distdl_rma.layers.sources.remote import (
-    check_found,
-    filesystem,
-    is_url,
-    needed,
-    opened,
-    reason,
-    version_of,
-)
+from distdl_rma.layers.sources.remote import check_found, is_url, needed, opened, reason, version_of
+from distdl_rma.layers.sources.zarr_nodes import chosen, store_of, zarr_array
 
 # Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
 _STREAMS = {
     ".npz": "numpy.save('x.npy', numpy.load('{}')['name'])",
-    ".zip": "unzip -d {stem} {}",
     ".gz": "gunzip --keep {}",
     ".mgz": "mri_convert {} x.nii",
     ".bz2": "bunzip2 --keep {}",
@@ -59,8 +52,6 @@ _STREAMS = {
 
 # Numpy itself refuses longer headers, but reads them before: up to 4 GiB, as the header says.
 _NPY_VERSIONS, _NPY_HEADER_NBYTES = ((1, 0), (2, 0), (3, 0)), 10_000
-# Some codecs of Zarr take no more.
-_ZARR_2, _CHUNK_NBYTES = 2, (2 << 30) - 1
 # What a header of NIfTI 2 begins with: how many bytes it has, in one byte order or the other.
 _NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")
 
@@ -68,7 +59,7 @@ _NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")
 class Format(NamedTuple):
     """How the arrays in one kind of file are opened."""
 
-    opened: Callable[[str, str | None], Any]
+    opened: Callable[[str, str | None], tuple[Any, Dimensions]]
     # Whether calls of its library wait for each other.
     locked: bool = False
     # Whether an array is a folder.
@@ -85,16 +76,24 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     Parameters
     ----------
     source
-        A path that ends in ``.npy``, ``.h5``, ``.hdf5``, ``.zarr`` (2 and 3), ``.nc``, ``.tif``, ``.tiff`` or
-        ``.nii``, or a URL that ends so, of any protocol of ``fsspec``, but for ``.nc``; or an object with ``shape`` that is sliced like an array.
+        A path that ends in ``.npy``, ``.h5``, ``.hdf5``, ``.zarr`` (2 and 3), ``.zarr.zip``, ``.ozx``,
+        ``.nc``, ``.tif``, ``.tiff`` or ``.nii``; or a URL that ends so, of any protocol of ``fsspec``, but
+        for ``.nc``; or an object with ``shape`` that is sliced like an array.
     name
-        Of the array in the file, if it has several. A path may have it behind ``::``.
+        Of the array in the file, if it has several. A path may have it behind ``::``. Of an image of OME-Zarr
+        the full resolution needs none, other levels are ``1`` and so on, and its labels ``labels/nuclei``.
 
     Returns
     -------
     object
         With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
         NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
+
+        Of a path it also has ``axes``, the names of dimensions such as ``("c", "z", "y", "x")``; ``spacing``
+        and ``origin``, a number for each, so that element ``i`` lies at ``origin + spacing * i``; and
+        ``units``, such as ``"micrometer"`` or None for each. Each of the four is None where the file does not
+        say it, and a ``spacing`` is 1.0 for dimensions that have none. OME-Zarr, NIfTI, OME-TIFF and ImageJ
+        say all of it, Zarr, HDF5 and NetCDF the names, and the others if :func:`create_array` wrote them.
 
     Raises
     ------
@@ -135,7 +134,7 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     if suffix in _STREAMS:
         raise UnsupportedError(
             f"{path}: a compressed stream or archive has no random access, every rank would read all of it;"
-            f" convert it once: {_STREAMS[suffix].format(path, stem=path[: -len(suffix)])}"
+            f" convert it once: {_STREAMS[suffix].format(path)}"
         )
     if suffix not in _FORMATS:
         raise ArgumentError(
@@ -144,11 +143,11 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             " a Source(shape, dtype, read)"
         )
     try:
-        check_found(path)
-        found = _FORMATS[suffix].opened(path, name)
+        check_found(store_of(path)[0])
+        found, where = _FORMATS[suffix].opened(path, name)
         if isinstance(found, RawArray) and not is_url(path):
-            return found
-        return FileSource(path, name, _FORMATS[suffix], found)
+            return replace(found, **where._asdict())
+        return FileSource(path, name, _FORMATS[suffix], found, where)
     except DistdlError:
         raise
     except Exception as error:
@@ -158,20 +157,22 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
 
 
 def _suffix(path: str) -> str:
-    # Of the file; of an array in a group of Zarr, by its path, that of the group.
-    suffix = PurePosixPath(urlsplit(path).path if is_url(path) else path).suffix.lower()
-    return ".zarr" if suffix not in _FORMATS and ".zarr/" in path else suffix
+    # Of the file; of an array in a group of Zarr, by its path, that of the store.
+    path = urlsplit(path).path if is_url(path) else path
+    suffix = PurePosixPath(path).suffix.lower()
+    return suffix if suffix in _FORMATS else PurePosixPath(store_of(path)[0]).suffix.lower()
 
 
 class FileSource:
     """An array in a file that a library reads. Each process opens it for itself; it can be pickled.
 
-    ``shape``, ``dtype`` and ``chunks`` are those that it had when it was opened. The library's array belongs
+    ``shape``, ``dtype``, ``chunks`` and what is known of its dimensions are those that it had when it was
+    opened. The library's array belongs
     to the process ``_pid``: another one, a fork or what has unpickled it, opens the file again before it
     reads.
     """
 
-    def __init__(self, path: str, name: str | None, kind: Format, array: Any) -> None:
+    def __init__(self, path: str, name: str | None, kind: Format, array: Any, where: Dimensions) -> None:
         self.path, self.name = path, name
         self._kind, self._array, self._pid = kind, array, os.getpid()
         self.shape: tuple[int, ...] = tuple(map(int, array.shape))
@@ -179,6 +180,7 @@ class FileSource:
         # Before anything is read: a codec for objects may run code.
         torch_dtype(self, self.dtype)
         self.chunks = chunks_of(array)
+        self.axes, self.spacing, self.origin, self.units = where
         # A Zarr array is many files, of which none has a version of all.
         self._version = version_of(path) if is_url(path) and not kind.folder else None
 
@@ -188,7 +190,7 @@ class FileSource:
             try:
                 # A handle that a fork inherits would return wrong data.
                 if self._pid != os.getpid():
-                    self._array, self._pid = self._kind.opened(self.path, self.name), os.getpid()
+                    self._array, self._pid = self._kind.opened(self.path, self.name)[0], os.getpid()
                 found = self._array[box]
             except DistdlError:
                 raise
@@ -209,21 +211,7 @@ class FileSource:
         return self.path if self.name is None else f"{self.path}::{self.name}"
 
 
-def _chosen(path: str, names: Iterable[str], name: str | None) -> str:
-    # The name of one array in a file that has these. A file with one array needs no name; a wrong name gets
-    # the list of right ones.
-    known = sorted(names)
-    if name is None and len(known) == 1:
-        return known[0]
-    if name is None or name.strip("/") not in known:
-        wrong = "which one?" if name is None else f"none is called {name!r}:"
-        raise ArgumentError(
-            f"{path} has {len(known)} arrays, {wrong} '{path}::NAME' with NAME one of {known}"
-        )
-    return name.strip("/")
-
-
-def npy(path: str, name: str | None) -> RawArray:
+def npy(path: str, name: str | None) -> tuple[RawArray, Dimensions]:
     """The array of a file of numpy.
 
     Its header is read by numpy, but in the order that keeps it harmless: version and length first.
@@ -242,10 +230,10 @@ def npy(path: str, name: str | None) -> RawArray:
         file.seek(-width, os.SEEK_CUR)
         header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
         shape, fortran, dtype = getattr(np.lib.format, header)(file)
-        return RawArray(path, dtype, shape, file.tell(), fortran).check_size()
+        return RawArray(path, dtype, shape, file.tell(), fortran).check_size(), Dimensions()
 
 
-def hdf5(path: str, name: str | None) -> Any:
+def hdf5(path: str, name: str | None) -> tuple[Any, Dimensions]:
     """A dataset of h5py; a :class:`RawArray` if it is contiguous and needs no conversion.
 
     Contiguous datasets are the usual ones, and as raw arrays need neither the lock nor an open file: ranks
@@ -260,7 +248,7 @@ def hdf5(path: str, name: str | None) -> Any:
             file.visititems_links(
                 lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
             )
-            name = _chosen(path, names if len(names) == 1 and name is None else names + links, name)
+            name = chosen(path, names if len(names) == 1 and name is None else names + links, name)
             found = behind_links(h5py, path, name)
             if not isinstance(found, h5py.Dataset):
                 raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
@@ -272,10 +260,10 @@ def hdf5(path: str, name: str | None) -> Any:
         if offset is not None and found.id.get_type() == h5py.h5t.py_create(found.dtype, logical=True):
             place = path if is_url(path) else found.file.filename
             array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
-        return unpacked(path, array, found.attrs)
+        return unpacked(path, array, found.attrs), of_hdf5(found)
 
 
-def _netcdf(path: str, name: str | None) -> Any:
+def _netcdf(path: str, name: str | None) -> tuple[Any, Dimensions]:
     netcdf = needed("netCDF4", "netcdf")
     if is_url(path):
         raise UnsupportedError(
@@ -290,11 +278,11 @@ def _netcdf(path: str, name: str | None) -> Any:
             groups += group.groups.values()
             inner = [one for one in group.variables if name or one not in group.dimensions]
             names += [f"{group.path}/{one}".strip("/") for one in inner]
-        found = file[chosen := _chosen(path, names, name)]
+        found = file[place := chosen(path, names, name)]
         if file.disk_format == "HDF5" and find_spec("h5py"):
-            h5py, (home, _, last) = needed("h5py"), chosen.rpartition("/")
+            h5py, (home, _, last) = needed("h5py"), place.rpartition("/")
             # A variable that is called as a dimension, but is none of its coordinates, has another name.
-            for each in (chosen, f"{home}/_nc4_non_coord_{last}"):
+            for each in (place, f"{home}/_nc4_non_coord_{last}"):
                 if isinstance(lies := behind_links(h5py, path, each), h5py.Dataset):
                     check_near(h5py, lies)
         # The library would round floats by an integral factor, and fails at some unsigned integers.
@@ -304,59 +292,24 @@ def _netcdf(path: str, name: str | None) -> Any:
         # Bytes have no default, since all of them occur.
         if "_Unsigned" not in attributes and stored not in ("i1", "u1"):
             attributes.setdefault("_FillValue", netcdf.default_fillvals.get(stored))
-        return unpacked(path, found, attributes)
+        return unpacked(path, found, attributes), known(len(found.shape), axes=found.dimensions)
 
 
-def _zarr(path: str, name: str | None) -> Any:
-    zarr = needed("zarr", "zarr")
-    found = zarr.open(_zarr_store(zarr, path), mode="r")
-    if not isinstance(found, zarr.Array):
-        names = [key for key, one in found.members(max_depth=None) if isinstance(one, zarr.Array)]
-        found = found[_chosen(path, names, name)]
-    elif name is not None:
-        _chosen(path, (), name)
-    codecs = repr((found.filters, found.compressors))
-    if "pickle" in codecs.lower():
-        raise DataError(
-            f"{path}: chunks by {codecs}, whose pickles may run any code; write it by other codecs"
-        )
-    if (nbytes := prod(found.chunks) * found.dtype.itemsize) > _CHUNK_NBYTES and (
-        found.filters or found.compressors
-    ):
-        raise DataError(
-            f"{path}: a compressed chunk becomes {nbytes} bytes, of which {_CHUNK_NBYTES} bytes are read at"
-            " most; write it by smaller chunks"
-        )
-    attributes = found.attrs.asdict()
-    if "_ARRAY_DIMENSIONS" in attributes and found.metadata.zarr_format == _ZARR_2:
-        # There xarray writes its fill value to this place.
-        attributes.setdefault("_FillValue", found.fill_value)
-    return unpacked(path, found, attributes)
-
-
-def _zarr_store(zarr: Any, path: str) -> Any:
-    # Zarr's own store of a URL has connections that nobody closes. This one calls those of ``fsspec``, which
-    # closes them, from threads.
-    if not is_url(path):
-        return path
-    wrapper = needed("fsspec.implementations.asyn_wrapper", "remote").AsyncFileSystemWrapper
-    files, place = filesystem(path)
-    return zarr.storage.FsspecStore(wrapper(files, asynchronous=True), read_only=True, path=place)
-
-
-def _tiff(path: str, name: str | None) -> Any:
-    file = needed("tifffile", "tiff").TiffFile(opened(path) if is_url(path) else path)
+def _tiff(path: str, name: str | None) -> tuple[Any, Dimensions]:
+    tifffile = needed("tifffile", "tiff")
+    file = tifffile.TiffFile(opened(path) if is_url(path) else path)
     with ExitStack() as stack:
         stack.push(file)
         _check_pages(path, file)
-        series = file.series[int(_chosen(path, map(str, range(len(file.series))), name))]
+        number = int(chosen(path, map(str, range(len(file.series))), name))
+        series, where = file.series[number], of_tiff(tifffile, file, number)
         if series.dataoffset is not None:
             dtype = series.dtype.newbyteorder(file.byteorder)
-            return RawArray(path, dtype, tuple(series.shape), series.dataoffset).check_size()
+            return RawArray(path, dtype, tuple(series.shape), series.dataoffset).check_size(), where
         found = needed("zarr", "tiff").open(series.aszarr(level=0), mode="r")
         # It reads from the open file, which is closed with it.
         weakref.finalize(found, stack.pop_all().close)
-        return found
+        return found, where
 
 
 def _check_pages(path: str, file: Any) -> None:
@@ -373,7 +326,7 @@ def _check_pages(path: str, file: Any) -> None:
         )
 
 
-def _nifti(path: str, name: str | None) -> Any:
+def _nifti(path: str, name: str | None) -> tuple[Any, Dimensions]:
     if name is not None:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     nibabel = needed("nibabel")
@@ -387,7 +340,8 @@ def _nifti(path: str, name: str | None) -> Any:
     found = image.dataobj
     array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
     scales = {"scale_factor": found.slope, "add_offset": found.inter}
-    return unpacked(path, array, {name: each for name, each in scales.items() if each != (name[0] == "s")})
+    packing = {name: each for name, each in scales.items() if each != (name[0] == "s")}
+    return unpacked(path, array, packing), of_nifti(image)
 
 
 _HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
@@ -398,7 +352,9 @@ _FORMATS = {
     ".he5": _HDF5,
     ".nc": _NETCDF,
     ".nc4": _NETCDF,
-    ".zarr": Format(_zarr, folder=True),
+    ".zarr": Format(zarr_array, folder=True),
+    ".zip": Format(zarr_array),
+    ".ozx": Format(zarr_array),
     ".tif": _TIFF,
     ".tiff": _TIFF,
     ".nii": Format(_nifti),

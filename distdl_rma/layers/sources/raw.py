@@ -128,6 +128,11 @@ class RawArray:
     offset: int = 0  # bytes of the file before the first element
     fortran: bool = False  # whether the elements lie in column-major order
     on_hosts: bool = False
+    # What is known of its dimensions.
+    axes: tuple[str, ...] | None = None
+    spacing: tuple[float, ...] | None = None
+    origin: tuple[float, ...] | None = None
+    units: tuple[str | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype.hasobject or not self.dtype.itemsize:

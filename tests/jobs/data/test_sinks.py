@@ -30,7 +30,7 @@ from distdl_rma import (
 )
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.sinks import _aligned, _block_chunks, _in_chunks
+from distdl_rma.jobs.data.sinks import _aligned, _block_chunks, _in_chunks, array_of_one
 from distdl_rma.layers.sources.reading import read_box
 from tests.private_memory import run_alone
 
@@ -455,3 +455,51 @@ def test_chunks_are_blocks_or_divide_them():
     chunks = _block_chunks(layout, (1024, 1024, 1024), 4)
     assert np.prod(chunks) * 4 == 16 << 20
     assert not any(n % chunk for n, chunk in zip((1024, 1024, 512), chunks, strict=True))
+
+
+MADE = {
+    "axes": "czyx", "spacing": (1, 2, 0.5, 0.25), "origin": (0, 1, 2, 3),
+    "units": (None, "micrometer", "micrometer", "micrometer"),
+}  # fmt: skip
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("given", [{}, MADE, {"axes": ("t", "z", "y", "x")}, {"spacing": (1, 2, 3, 4)}])
+@pytest.mark.parametrize("name", ["y.ome.zarr", "y.zarr", "y.h5"])
+def test_axes_spacing_origin_and_units_are_read_as_they_were_written(name, given, folder, comm, P_world):
+    x = torch.arange(2.0 * 7 * 10 * 5).reshape(2, 7, 10, 5)
+    y = shard((1, comm.size, 1, 1), x)
+    with create_array(folder / name, x.shape, like=y, **given) as sink:
+        write_shards(sink, y)
+    found = open_array(folder / name)
+    expected = {one: given[one] and tuple(given[one]) if one in given else None for one in MADE}
+    if name == "y.ome.zarr":
+        # OME-Zarr always has names and scales.
+        plain = {"axes": tuple("czyx"), "spacing": (1.0,) * 4, "origin": (0.0,) * 4, "units": None}
+        expected = {one: expected[one] or plain[one] for one in MADE}
+        models = pytest.importorskip("ome_zarr_models.v05.image")
+        image = models.Image.from_zarr(zarr.open_group(str(folder / name), mode="r"))
+        assert image.attributes.ome.multiscales[0].ndim == 4
+    assert {one: getattr(found, one) for one in MADE} == expected
+    assert np.array_equal(whole(folder / name), x)
+    sink = array_of_one(folder / f"{comm.rank}-{name}", x.shape, x.dtype, **given)
+    with sink:
+        sink[tuple(slice(0, n) for n in x.shape)] = x.numpy()
+    assert open_array(sink.path).spacing == found.spacing
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3)
+def test_axes_of_one_rank_that_are_wrong_or_differ_are_refused_on_all(folder, comm, P_world):
+    y, last = shard((1, comm.size), torch.ones(4, 6)), comm.rank == comm.size - 1
+    for error, words, given in (
+        (MismatchError, "spacing: ", {"spacing": (1, 1 + last)}),
+        (MismatchError, "axes: ", {"axes": "yx" if last else "zx"}),
+        (ArgumentError, "axes= has an entry", {"axes": "yy" if last else "yx"}),
+        (ArgumentError, "units= has an entry", {"units": ("mm",) if last else None}),
+        (ArgumentError, "OME-Zarr image", {"axes": "cx" if last else "yx"}),
+    ):
+        refused(error, words, create_array(folder / "y.ome.zarr", (4, 6), like=y, **given))
+    refused(ArgumentError, "no place for axes", create_array(folder / "y.npy", (4, 6), like=y, axes="yx"))
+    assert not [*folder.iterdir()]

@@ -68,7 +68,6 @@ def test_what_is_no_source_is_refused(x):
 
 STREAMS = {
     "x.nii.gz": "gunzip --keep x.nii.gz",
-    "x.zarr.zip": "unzip -d x.zarr x.zarr.zip",
     "x.npz": "numpy.load('x.npz')",
     "X.ZST": "unzstd X.ZST",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -199,6 +200,24 @@ def test_other_protocols_and_paths_with_file_are_read(tmp_path):
         file.write(path.read_bytes())
     for url in ("memory://x/x.npy", f"file://{path}"):
         assert np.array_equal(open_array(url)[BOX], X[BOX])
+
+
+def test_garbage_of_h5py_is_not_collected_by_the_thread_that_receives_bytes(server, tmp_path):
+    import h5py
+
+    x, threshold = np.random.default_rng(0).normal(size=(20, 100, 200)), gc.get_threshold()
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=x, chunks=(1, 100, 200))
+    gc.set_threshold(5, 2, 2)
+    try:
+        for _ in range(10):
+            for _ in range(20):
+                cycle = [h5py.File(tmp_path / "x.h5")["x"]]
+                cycle.append(cycle)
+            assert np.array_equal(open_array(f"{server.url}/x.h5")[:20, :100, :200], x)
+            assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
 
 
 @pytest.mark.mpi
