@@ -20,7 +20,7 @@ from distdl_rma.errors import CheckpointError, DistdlError
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.load import load_checkpoint
 from distdl_rma.jobs.checkpoints.objects import Objects
-from distdl_rma.layers.sources.opening import check_found, needed
+from distdl_rma.layers.sources.remote import check_found, needed
 
 _SAFETENSORS, _PICKLES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 # What programs call the state dict of the model, in a file that has more.

@@ -48,7 +48,6 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split, lengths_of
-from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.dimensions import Dimensions, as_attributes, as_image, fitting, of_image
@@ -135,15 +134,22 @@ def create_array(
         raise ArgumentError(f"create_array: like= is a split tensor, got {label(like)}; shard() makes one")
     if not all(isinstance(n, Integral) for n in shape):
         raise ArgumentError(f"create_array: shape has an integer for each dimension, got {shape!r}")
-    kind = like.dtype if dtype is None else dtype
+    kind, layout = like.dtype if dtype is None else dtype, like.decomposition
+    blocks = [max(lengths_of(split)) for split in layout.splits]
+    if len(shape) != len(blocks) or min(shape, default=0) < 0:
+        raise ArgumentError(
+            f"create_array: shape {(*shape,)} must have the {len(blocks)} dimensions of like=, which is"
+            f" {tuple(layout.shape)}"
+        )
     given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
-    return _planned(path, shape, kind, like.decomposition, given, chunks, like.machine, like.partition.ranks)
+    return _planned(path, shape, kind, blocks, given, chunks, like.machine, like.partition.ranks)
 
 
 def array_of_one(
     path: str | os.PathLike[str],
     shape: Sequence[int],
     dtype: Any,
+    blocks: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
     axes: Sequence[str] | None = None,
@@ -151,17 +157,16 @@ def array_of_one(
     units: Sequence[str | None] | None = None,
     origin: Sequence[float] | None = None,
 ) -> ArraySink:
-    """As :func:`create_array`, for a process that writes all of the array; local."""
-    layout = Decomposition.replicated(Partition((0,), (1,) * len(shape), 0), shape)
+    """As :func:`create_array`, for an array that one process makes; local. Chunks divide ``blocks``."""
     given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
-    return _planned(path, shape, dtype, layout, given, chunks)
+    return _planned(path, shape, dtype, blocks, given, chunks)
 
 
 def _planned(
     path: str | os.PathLike[str],
     shape: Sequence[int],
     dtype: Any,
-    layout: Decomposition,
+    blocks: Sequence[int],
     given: dict[str, Any],
     chunks: Sequence[int] | None = None,
     machine: Machine | None = None,
@@ -178,11 +183,6 @@ def _planned(
             f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
             " other files pass what their library opens to write_shards, or a Sink"
         )
-    if len(extents) != len(layout.shape) or min(extents, default=0) < 0:
-        raise ArgumentError(
-            f"create_array: shape {extents} must have the {len(layout.shape)} dimensions of like=, which is"
-            f" {tuple(layout.shape)}"
-        )
     kind = _numpy_dtype(dtype)
     if chunks is not None:
         fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
@@ -194,7 +194,7 @@ def _planned(
             )
         chunks = tuple(map(int, chunks))
     elif suffix.endswith(".zarr"):
-        chunks = _block_chunks(layout, extents, kind.itemsize)
+        chunks = _block_chunks(blocks, extents, kind.itemsize)
     return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks, given)
 
 
@@ -278,20 +278,25 @@ class ArraySink:
             )
         return found
 
-    def reopen(self) -> None:
-        """Go on with ``part``, which an earlier context has made; local.
+    def reopen(self, hosts: int = 1) -> None:
+        """Go on with ``part``, which another context has made, and which so many ``hosts`` write; local.
 
-        For a prediction that a later process goes on with, and within ``__enter__`` for all ranks.
+        For a prediction, which several processes write, and a later one goes on with; and within
+        ``__enter__`` for all ranks.
         """
         check_found(str(self.part))
         self._opened = self._kind.opened(self.part, self)
-        hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
+        hosts = hosts if self._machine is None else len(self._machine.segments.segment.nodes)
         if isinstance(self._opened, RawArray) and hosts > 1:
             self._opened = replace(self._opened, on_hosts=True)
 
     def leave(self) -> None:
         """End the context, and leave ``part`` for :meth:`reopen`."""
-        self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None and self.part.is_dir():
+            # Zarr still writes the other chunks of a call that failed: its folder would come back.
+            with suppress(TimeoutError):
+                needed("zarr", "zarr").core.sync.sync(_others_end(), timeout=_REST_SECONDS)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -301,7 +306,7 @@ class ArraySink:
         self._opened = None
         with self._removed_on_error():
             with self._together():
-                self._flush()
+                self.flush()
             with self._together():
                 if self._first:
                     rename_synced(self.part, Path(self.path))
@@ -322,18 +327,15 @@ class ArraySink:
 
     def _remove(self) -> None:
         # An error of it would hide the one that it is called for.
-        opened, self._opened = self._opened, None
+        self.leave()
         if not self.part.is_dir():
             with suppress(OSError):
                 self.part.unlink()
             return
-        if opened is not None:
-            # Zarr still writes the other chunks of a call that failed: its folder would come back.
-            with suppress(TimeoutError):
-                needed("zarr", "zarr").core.sync.sync(_others_end(), timeout=_REST_SECONDS)
         shutil.rmtree(self.part, ignore_errors=True)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Wait until what this process has written is on the disk; local."""
         # Of the files of a folder each rank has some: a call for each waits for the disk, which many can do
         # at once.
         files = [self.part]
@@ -404,7 +406,7 @@ def write_shards(sink: Any, y: SplitTensor, at: Sequence[int] | None = None) -> 
                 " full_tensor(), or a file: create_array(path, shape, like=y)"
             )
         start = _start(sink, y, at)
-        layout = _aligned(y.decomposition, *_in_chunks(sink, start))
+        layout = aligned(y.decomposition, *_in_chunks(sink, start))
         facts |= {"at": start, "shape of the sink": [*map(int, sink.shape)]}
     if layout != y.decomposition:
         with torch.no_grad():
@@ -466,11 +468,17 @@ def _in_chunks(
     return [n + more for n, more in zip(start, before, strict=True)], tuple(chunks.write_chunk.shape), ends
 
 
-def _aligned(
-    layout: Decomposition, start: Sequence[int], chunks: tuple[Any, ...] | None, shape: Sequence[int]
+def aligned(
+    layout: Decomposition,
+    start: Sequence[int],
+    chunks: tuple[Any, ...] | None,
+    shape: Sequence[int],
+    nearest: bool = True,
 ) -> Decomposition:
-    # The layout whose blocks, put at ``start``, end where chunks end, as near as possible to the old ends. A
-    # block may become empty, and ends never fall: the order of the ranks stays, so that most data does too.
+    """The layout whose blocks, put at ``start``, end where chunks end: at the ``nearest``, or the one before.
+
+    A block may become empty, and ends never fall: the order of the ranks stays, so that most data does too.
+    """
     if chunks is None:
         return layout
     splits: list[Split] = []
@@ -479,17 +487,18 @@ def _aligned(
         for part in range(split.parts):
             _, stop = split.interval(part)
             if stop < split.extent and first + stop < extent:
-                stop = min(max((first + stop + chunk // 2) // chunk * chunk - first, 0), split.extent)
+                stop = min(
+                    max((first + stop + chunk // 2 * nearest) // chunk * chunk - first, 0), split.extent
+                )
             stops.append(max(stop, last))
             last = stops[-1]
         splits.append(Listed(tuple(int(b - a) for a, b in zip([0, *stops], stops, strict=False))))
     return normal(Decomposition(layout.partition, tuple(splits), layout.axes))
 
 
-def _block_chunks(layout: Decomposition, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def _block_chunks(blocks: Sequence[int], shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     # The largest block, divided until it is small enough; by divisors where there are some, so that blocks
     # end where chunks end and nothing is redistributed.
-    blocks = [max(lengths_of(split)) for split in layout.splits]
     chunks = [max(1, min(block, extent)) for block, extent in zip(blocks, shape, strict=True)]
     while prod(chunks) * itemsize > _CHUNK_NBYTES:
         d = chunks.index(max(chunks))

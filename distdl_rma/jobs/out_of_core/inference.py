@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.jobs.out_of_core.allocator import freed_at_once
 from distdl_rma.jobs.out_of_core.pages import Pages
@@ -125,6 +126,10 @@ class Inference:
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
         """Take over a block of the result."""
 
+    def layout_of_result(self, layout: Decomposition) -> Decomposition:
+        """The layout in which the result is written, of blocks that end as in a layout or before."""
+        return layout
+
     def ended(self, rank: int, y: torch.Tensor) -> None:
         """Note that a rank has written its block of the result ``y``."""
 
@@ -222,6 +227,8 @@ class Inference:
             if rank == self._mailbox.first:
                 self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
             return
+        if (layout := self.layout_of_result(y.decomposition)) != y.decomposition:
+            y = y.redistribute(layout=layout)
         layout = y.decomposition
         if rank in layout.one_copy().partition and not layout.box(rank).empty:
             self.write(rank, layout.slices(), y.to_local())

@@ -29,7 +29,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import lcm, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -68,6 +68,8 @@ _LEAST_KEPT, _MOST_KEPT = 1 << 19, 1 << 22
 _MOST_IDLE_NBYTES = 1 << 28
 # By how much slabs may be longer if they end where chunks of the source end.
 _LONGER = 1.25
+# Chunks of a result for each slab, where slabs do not end with chunks.
+_PARTS = 4
 # A sliding window, as its users set it.
 _ROI, _OVERLAP = 96, 0.25
 
@@ -155,11 +157,11 @@ class Plan:
     disk_nbytes
         Largest use of the scratch folder.
     reads
-        Bytes of the source that are fetched for each byte of it, where chunks are fetched as a whole. Slabs
-        end where chunks end if that makes them hardly longer.
+        Bytes of the source that a process alone fetches for each byte of it, where chunks are fetched as a
+        whole. Slabs end where chunks end if that makes them hardly longer.
     ahead_nbytes
-        The largest box of the source: one is read while the slab before is computed. 0 where the memory does
-        not suffice for it, and of a source in memory.
+        Of the source, what is in memory beside the slab that is computed: the box of the next one, and rows
+        of chunks that a slab cuts. 0 where the memory does not suffice, and of a source in memory.
     tile, tile_voxels, tile_reads
         For comparison, a sliding window with 96 elements in each spatial dimension, or the whole extent if
         that is less, and an overlap of 0.25: its shape, how many elements all tiles have for each one of a
@@ -189,6 +191,11 @@ class Plan:
     tile: tuple[int, ...]
     tile_voxels: float
     tile_reads: float
+    #: Extents of the chunks of a new result, at most: slabs end where chunks end, or each chunk is a small
+    #: part of a slab.
+    chunks: tuple[int, ...]
+    #: Of the dimension of the source that is cut, multiples of rows at which fetches end.
+    fetched_rows: int
     #: Bytes of ranks that wait, and of messages, that stay in memory; and of memory that is kept for results.
     resident_nbytes: int
     idle_nbytes: int
@@ -280,17 +287,13 @@ def planned(
     usable = _USABLE * memory - kept
     choices = costs.choices if blocks is None else [blocks]
 
-    def ahead(each: Sequence[int]) -> int:
-        # The box of another slab, or of the next sample.
-        return costs.box_nbytes(each) if prod(each) * samples > form.together else 0
+    def needs(each: Sequence[int], keeps: bool, ahead: bool) -> float:
+        return costs.running(each) + costs.ahead(each) + costs.source_nbytes(each, samples, keeps, ahead)
 
-    def needs(each: Sequence[int]) -> float:
-        return costs.running(each) + costs.ahead(each)
-
-    chosen = next((each for each in choices if needs(each) + ahead(each) <= usable), None)
-    chosen = chosen or next((each for each in choices if needs(each) <= usable), None)
-    chosen = chosen or min(choices, key=costs.running)
-    forward = costs.running(chosen)
+    how = ((each, *how) for how in ((True, True), (False, True), (False, False)) for each in choices)
+    smallest = min(choices, key=costs.running), False, False
+    chosen, keeps, ahead = next((each for each in how if needs(*each) <= usable), smallest)
+    forward = costs.running(chosen) + costs.source_nbytes(chosen, samples, keeps, ahead)
     if forward > usable:
         slabs = "this grid" if blocks is not None else f"the smallest of up to {len(choices)} slabs"
         raise ConfigurationError(
@@ -301,8 +304,6 @@ def planned(
         )
     several = prod(chosen) > 1
     waits = costs.found.waits if several else ()
-    box_nbytes = ahead(chosen) if needs(chosen) + ahead(chosen) <= usable else 0
-    forward += box_nbytes
     resident = min(costs.waiting(chosen), usable - forward) if waits else 0.0
     disk = costs.waiting(chosen) - resident if waits else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
@@ -314,15 +315,19 @@ def planned(
     splits: list[Split] = list(map(Balanced, sample, chosen))
     splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
+    chunks = ((1,) if form.has_batch else ()) + _chunks(whole.shape[1:], splits, dim, costs.found.lag)
     tiles = [_tiles(n) for n in sample[_LEADING:]]
     rows = [list(map(each.interval, range(each.parts))) for each in splits[_LEADING:]]
+    unit = costs.chunk if keeps and prod(chosen) == chosen[dim] and costs.cuts_chunks(chosen) else 1
+    ends = [0, *(min(-(-stop // unit) * unit, sample[dim]) for _, stop in rows[dim - _LEADING])]
+    rows[dim - _LEADING] = [*pairwise(ends)]
     return Plan(
         shape, result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits), waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk),
-        fetched_of(source, form.intervals(shape, rows)), box_nbytes,
+        fetched_of(source, form.intervals(shape, rows)), costs.source_nbytes(chosen, samples, keeps, ahead),
         tuple(each[0][1] for each in tiles),
         prod(sum(b - a for a, b in each) / n for each, n in zip(tiles, sample[_LEADING:], strict=True)),
-        fetched_of(source, form.intervals(shape, tiles)),
+        fetched_of(source, form.intervals(shape, tiles)), chunks, unit,
         int(costs.messages + resident), int(idle), form,
     )  # fmt: skip
 
@@ -377,11 +382,10 @@ class _Costs(NamedTuple):
         unit = self.whole.unit(self.dim, extent)
         most = min(-(-(extent + self.found.lag) // unit), _MOST_SLABS)
 
-        def cuts_chunks(parts: int) -> bool:
-            return any(end % self.chunk for end in accumulate(self.rows(parts).lengths) if end < extent)
-
-        numbers = sorted(range(1, most + 1), key=cuts_chunks)
-        return [tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in numbers]
+        grids = [
+            tuple(n if d == self.dim else 1 for d in range(len(self.sample))) for n in range(1, most + 1)
+        ]
+        return sorted(grids, key=self.cuts_chunks)
 
     @property
     def _larger(self) -> float:
@@ -411,9 +415,19 @@ class _Costs(NamedTuple):
         blocks, aligned = cut(unit), cut(lcm(unit, self.chunk))
         return aligned if max(aligned.lengths) <= _LONGER * max(blocks.lengths) else blocks
 
-    def box_nbytes(self, blocks: Sequence[int]) -> int:
-        """Of the largest box of a source that is not in memory."""
-        return int(self._rows(blocks) * prod(self.sample) / self.sample[self.dim]) * self.itemsize
+    def cuts_chunks(self, blocks: Sequence[int]) -> bool:
+        """Whether blocks end within chunks of the source."""
+        ends = accumulate(self.rows(blocks[self.dim]).lengths)
+        return any(end % self.chunk for end in ends if end < self.sample[self.dim])
+
+    def source_nbytes(self, blocks: Sequence[int], samples: int, keeps: bool, ahead: bool) -> int:
+        """Of a source that is not in memory: the box of another slab, and what is fetched of cut chunks."""
+        count = prod(blocks)
+        rows = self._rows(blocks) if ahead and (count > 1 or samples > self.sample[0]) else 0
+        if keeps and count == blocks[self.dim] and self.cuts_chunks(blocks):
+            # Those that were fetched before, and those that are being fetched.
+            rows += 2 * (max(self.rows(count).lengths) + self.chunk)
+        return int(rows * prod(self.sample) / self.sample[self.dim]) * self.itemsize
 
     def _rows(self, blocks: Sequence[int]) -> float:
         # Of a slab, that would be whole in the other dimensions.
@@ -470,6 +484,21 @@ def _tiles(extent: int) -> list[tuple[int, int]]:
     roi = min(_ROI, extent)
     starts = [*range(0, extent - roi, max(1, int(roi * (1 - _OVERLAP)))), extent - roi]
     return [(start, start + roi) for start in starts]
+
+
+def _chunks(result: Sequence[int], splits: Sequence[Split], dim: int, lag: int) -> tuple[int, ...]:
+    # The whole extent where nothing is cut; elsewhere what all ends of slabs are multiples of, if that is not
+    # much less than a slab.
+    found = [*result]
+    for d in range(-min(len(found), len(splits) - _LEADING), 0):
+        split, extent = splits[d], found[d]
+        if split.parts == 1:
+            continue
+        late = lag if d == dim - len(splits) else 0
+        ends = (max(0, split.interval(part)[1] - late) for part in range(split.parts - 1))
+        common, rows = gcd(*(end * extent // split.extent for end in ends)), -(-extent // split.parts)
+        found[d] = common if _PARTS * common >= rows else -(-rows // _PARTS)
+    return tuple(found)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -160,13 +160,12 @@ def predict(
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(processes, sink if y is None else y, plan, key, made_as(plan, job.source, chunks)) as (
-                results,
-                begin,
-            ),
-            _shown(plan, begin, progress and processes.first) as advance,
+            _opened(
+                processes, sink if y is None else y, plan, key, made_as(plan, job.source, chunks)
+            ) as results,
+            _shown(plan, results.begin, progress and processes.first) as advance,
         ):
-            job.run(processes, results, begin, advance)
+            job.run(processes, results, advance)
         if y is not None:
             processes.share(y)
         return y
@@ -200,9 +199,10 @@ def plan_prediction(
 class Prediction(Inference):
     """A prediction: its checked arguments, its plan, and the forward of each sample.
 
-    Every process has one, with an equal plan, and runs all samples in their order. Blocks of the result, and
-    the news that a slab has ended, go to the first process: by ``mailbox.tell``, which calls its methods, in
-    the order in which one process has told them. So a slab counts as written only after all its blocks are.
+    Every process has one, with an equal plan, and runs all samples in their order. It writes the blocks of
+    its slabs, or sends them to the first process, which also learns that a slab has ended: by
+    ``mailbox.tell``, which calls its methods, in the order in which one process has told them. So a slab
+    counts as written only after all its blocks are.
     """
 
     def __init__(
@@ -253,16 +253,13 @@ class Prediction(Inference):
             )
         return block
 
-    def run(
-        self, processes: Processes, results: Results | None, begin: Begin, advance: Callable[[int], object]
-    ) -> None:
+    def run(self, processes: Processes, results: Results, advance: Callable[[int], object]) -> None:
         """Compute all samples, from where the prediction begins; collective over the processes, blocking.
 
-        The first process has the results. ``advance`` is called there with the passes that a slab has ended.
+        ``advance`` is called on the first process with the number of passes that a slab has ended.
         """
-        # The results are None elsewhere: actions there are names, which the mailbox sends to the first
-        # process.
-        self._processes, self._results, self._advance = processes, cast(Results, results), advance
+        self._processes, self._results, self._advance = processes, results, advance
+        begin = results.begin
         plan, samples = self.plan, range(begin.sample, self.plan.samples)
         grid = Partition(tuple(range(plan.slabs)), plan.grid, 0)
         layout = Decomposition(grid, plan.splits, tuple(range(grid.dim)))
@@ -272,7 +269,9 @@ class Prediction(Inference):
             for rank in range(begin.of(sample).slab, plan.slabs)
             if self.plays(rank)
         )
-        with ReadAhead(self.source, places, plan.ahead_nbytes > 0) as self._boxes:
+        cut = max(range(grid.dim), key=lambda d: plan.grid[d]) - grid.dim + len(self.source.shape)
+        ahead = plan.ahead_nbytes > 0
+        with ReadAhead(self.source, places, ahead, cut, plan.fetched_rows) as self._boxes:
             for sample in samples:
                 self._run_sample(sample, begin.of(sample))
 
@@ -312,10 +311,16 @@ class Prediction(Inference):
         return self._converted(found).view([each.stop - each.start for each in box])
 
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
-        """Send a block of the result to the first process, unless an earlier process has written it."""
-        if rank >= self._begin.written:
+        """Write a block of the result, here or on the first process, unless an earlier one has done so."""
+        if rank >= self._begin.written and self._results.writes:
+            self._store(box, block)
+        elif rank >= self._begin.written:
             # A message of a view would have all of its memory.
-            self._mailbox.tell("write", box, block if self._processes.first else block.clone())
+            self._mailbox.tell("write", box, block.clone())
+
+    def layout_of_result(self, layout: Decomposition) -> Decomposition:
+        """Blocks that end where chunks of the sink end."""
+        return self._results.aligned(layout, self._sample)
 
     def ended(self, rank: int, y: torch.Tensor) -> None:
         """Tell the first process that a slab has ended."""
@@ -355,17 +360,22 @@ def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
 
 
 @contextmanager
-def _opened(
-    processes: Processes, sink: Any, plan: Plan, key: str, made: dict[str, Any]
-) -> Iterator[tuple[Results | None, Begin]]:
-    # Results of the first process, and where all begin. An error of one process is raised on all.
-    results, entered = None, ExitStack()
+def _opened(processes: Processes, sink: Any, plan: Plan, key: str, made: dict[str, Any]) -> Iterator[Results]:
+    # Context of results on all processes, which know where they begin. The first one, which makes and ends a
+    # file, enters first and leaves last. An error of one process is raised on all.
+    entered = ExitStack()
     with processes.together():
+        results = Results(sink, plan, key, made, processes.first)
         if processes.first:
-            results = entered.enter_context(Results(sink, plan, key, made))
-    begin = processes.of_first(results and results.begin)
-    with processes.together(), entered:
-        yield results, begin
+            entered.enter_context(results)
+    with processes.together(), entered, processes.together(), ExitStack() as others:
+        if not processes.first:
+            others.enter_context(results)
+        results.begin = processes.of_first(results.begin)
+        if processes.agree(results.seen()):
+            with processes.together():
+                results.join(processes.hosts)
+        yield results
 
 
 @contextmanager

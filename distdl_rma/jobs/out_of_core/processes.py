@@ -6,8 +6,7 @@ Two processes, six slabs. Every process has a thread for each virtual rank, but 
                       v    ^     v    ^     v             messages for the next slab
     process 1         [ 1 ]      [ 3 ]      [ 5 ]
 
-Neighbours are on different processes, so that one computes while the other waits for its messages. Results go
-to the first process, which alone writes: files of HDF5 and of numpy have one writer.
+Neighbours are on different processes, so that one computes while the other waits for its messages.
 
 An error of one process ends the waits of all. They meet then, and all raise that error, except where a
 process is gone: nobody can meet it, and the others raise ``PeerFailedError``.
@@ -34,9 +33,9 @@ _MOST_NBYTES = 1 << 30
 
 
 class Processes:
-    """The processes of a communicator, COMM_WORLD if None; the ``first`` one writes the results.
+    """The processes of a communicator, COMM_WORLD if None; the ``first`` one notes what is written.
 
-    All methods are collective, but for ``plays``.
+    They are on so many ``hosts``. All methods are collective, but for ``plays``.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -44,6 +43,7 @@ class Processes:
         self.rank, self.size = self._comm.rank, self._comm.size
         self.first = self.rank == 0
         self._machine = Machine.on(self._comm) if self.size > 1 else None
+        self.hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
 
     def plays(self, rank: int) -> bool:
         """Whether a virtual rank is one of this process."""
@@ -77,6 +77,10 @@ class Processes:
     def of_first(self, value: Any) -> Any:
         """The value of the first process."""
         return value if self.size == 1 else self._comm.bcast(value)
+
+    def agree(self, value: Any) -> bool:
+        """Whether all have equal values."""
+        return self.size == 1 or all(each == value for each in self._comm.allgather(value))
 
     def share(self, result: torch.Tensor) -> None:
         """Copy the tensor of the first process to the others."""

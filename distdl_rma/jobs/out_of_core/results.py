@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -33,10 +33,12 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ArgumentError, DataError, ShapeError, UnsupportedError
-from distdl_rma.jobs.data.sinks import ArraySink, array_of_one
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.jobs.data.sinks import ArraySink, aligned, array_of_one
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
+from distdl_rma.layers.sources.hdf5 import hdf5_lock
 from distdl_rma.layers.sources.reading import label
 from distdl_rma.segments.mailbox import Address, Message
 
@@ -127,26 +129,33 @@ class Results:
     context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``. A new
     file is ``made`` with these keywords.
 
-    Only the first process has one; it tells the others where the prediction begins.
+    The first process enters it first, which makes the file, then the others; they leave it before the first
+    one does. Each writes its own boxes if all see the same file (``seen``), else the first one writes all. No
+    two processes write one chunk, since all boxes end where chunks end (``aligned``).
     """
 
-    def __init__(self, sink: Any, plan: Plan, key: str, made: Mapping[str, Any]) -> None:
+    def __init__(self, sink: Any, plan: Plan, key: str, made: Mapping[str, Any], first: bool) -> None:
         self._plan, self._key, self.begin = plan, key, Begin()
+        self._first = first
+        #: Whether this process writes its own boxes.
+        self.writes = first
         self._file: ArraySink | None = None
         self._sink: Any = sink
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
-            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype, **made)
+            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype, plan.chunks, **made)
+            # Boxes, and messages of their rests, depend on the chunks.
+            self._key += str(self._file.chunks)
             self._folder = Path(f"{self._file.path}.progress")
             self._log = ResumeLog(self._folder)
         elif "chunks" in made:
             raise ArgumentError("predict: chunks= are of a new file, and the sink is no path")
-        else:
+        elif first:
             self._check(sink)
 
     def __enter__(self) -> Self:
-        if self._file is None or self._resumed(self._file):
+        if not self._first or self._file is None or self._resumed(self._file):
             return self
         # Nobody shall take another file for that of an older state.
         with of_disk(self._folder):
@@ -167,15 +176,44 @@ class Results:
     ) -> None:
         if self._file is None:
             return
-        if error is not None and self._state > (0, 0, 0):
+        if not self._first and error is None and self.writes:
+            with of_disk(label(self._sink)):
+                self._file.flush()
+        if not self._first or (error is not None and self._state > (0, 0, 0)):
             self._file.leave()
             return
         self._file.__exit__(kind, error, trace)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def seen(self) -> list[int]:
+        """What tells the file from others with its path, as on the disk of another host; equal if none."""
+        with suppress(OSError):
+            if self._file is not None:
+                found = self._file.part.stat()
+                return [found.st_ino, found.st_ctime_ns]
+        return []
+
+    def join(self, hosts: int) -> None:
+        """Write the boxes of this process from now on, as those of all ``hosts`` do; local."""
+        if self._file is not None:
+            with of_disk(label(self._sink)):
+                self._file.reopen(hosts)
+            self.writes = True
+
+    def aligned(self, layout: Decomposition, sample: int) -> Decomposition:
+        """The layout whose blocks end where chunks end, with the rest of each in a later block."""
+        if self._file is None or self._file.chunks is None:
+            return layout
+        # A source without a batch has one sample.
+        chunks = self._file.chunks if self._plan.form.has_batch else (1, *self._file.chunks)
+        start = [sample * self._plan.form.has_batch, *[0] * (len(chunks) - 1)]
+        ends = [a + n for a, n in zip(start, layout.shape, strict=True)]
+        return aligned(layout, start, chunks, ends, nearest=False)
+
     def write(self, box: Slices, y: torch.Tensor) -> None:
         """Write a box of the result."""
-        with of_disk(label(self._sink)):
+        # A function of the user may call HDF5's library, as one that reads ahead.
+        with hdf5_lock(self._file is None), of_disk(label(self._sink)):
             self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
 
     def keep(self, sample: int, address: Address, message: Message) -> None:

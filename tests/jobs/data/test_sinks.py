@@ -30,7 +30,7 @@ from distdl_rma import (
 )
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.sinks import _aligned, _block_chunks, _in_chunks, array_of_one
+from distdl_rma.jobs.data.sinks import _block_chunks, _in_chunks, aligned, array_of_one
 from distdl_rma.layers.sources.reading import read_box
 from tests.private_memory import run_alone
 
@@ -436,7 +436,7 @@ def test_blocks_end_where_chunks_end_and_hold_all():
         shape = tuple(a + n + int(random.integers(0, 9)) for a, n in zip(start, extents, strict=True))
         chunks = tuple(map(int, random.integers(1, 12, 2)))
         ranks = tuple(range(grid[0] * grid[1]))
-        found = _aligned(Decomposition.balanced(Partition(ranks, grid, 0), extents), start, chunks, shape)
+        found = aligned(Decomposition.balanced(Partition(ranks, grid, 0), extents), start, chunks, shape)
         assert found.shape == extents
         seen = {}
         for rank in ranks:
@@ -449,10 +449,8 @@ def test_blocks_end_where_chunks_end_and_hold_all():
 
 
 def test_chunks_are_blocks_or_divide_them():
-    layout = Decomposition.balanced(Partition((0, 1), (1, 2), 0), (8, 64))
-    assert _block_chunks(layout, (8, 64), 4) == (8, 32)
-    layout = Decomposition.balanced(Partition((0, 1), (1, 1, 2), 0), (1024, 1024, 1024))
-    chunks = _block_chunks(layout, (1024, 1024, 1024), 4)
+    assert _block_chunks((8, 32), (8, 64), 4) == (8, 32)
+    chunks = _block_chunks((1024, 1024, 512), (1024, 1024, 1024), 4)
     assert np.prod(chunks) * 4 == 16 << 20
     assert not any(n % chunk for n, chunk in zip((1024, 1024, 512), chunks, strict=True))
 
@@ -483,7 +481,7 @@ def test_axes_spacing_origin_and_units_are_read_as_they_were_written(name, given
         assert image.attributes.ome.multiscales[0].ndim == 4
     assert {one: getattr(found, one) for one in MADE} == expected
     assert np.array_equal(whole(folder / name), x)
-    sink = array_of_one(folder / f"{comm.rank}-{name}", x.shape, x.dtype, **given)
+    sink = array_of_one(folder / f"{comm.rank}-{name}", x.shape, x.dtype, x.shape, **given)
     with sink:
         sink[tuple(slice(0, n) for n in x.shape)] = x.numpy()
     assert open_array(sink.path).spacing == found.spacing

@@ -24,6 +24,8 @@ from distdl_rma import (
     plan_prediction,
     predict,
 )
+from distdl_rma.jobs.data.sinks import ArraySink
+from distdl_rma.jobs.out_of_core.results import Results
 from tests.fuzz import predictions as fuzz
 from tests.jobs.checkpoints.training import same_folder
 from tests.jobs.out_of_core.nets import Calls, UNet, seeded, whole
@@ -61,16 +63,63 @@ def test_functions_of_all_slabs(comm, name):
     torch.testing.assert_close(found, whole(model, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("seen", ["by all", "by the first alone"])
+@pytest.mark.parametrize("slabs", [7, 2])
 @pytest.mark.parametrize("suffix", ["npy", "h5", "zarr"])
-def test_one_process_writes_the_file(comm, tmp_path, suffix):
+def test_each_process_writes_its_slabs_and_no_two_of_them_one_chunk(
+    comm, tmp_path, suffix, slabs, seen, monkeypatch
+):
     pytest.importorskip({"h5": "h5py", "npy": "numpy", "zarr": "zarr"}[suffix])
-    folder = same_folder(comm, tmp_path)
-    model, x = seeded(lambda: UNet(2, "instance")), torch.rand(90, 30)
-    path = folder / f"y.{suffix}"
-    assert predict(model, x, path, grid={"H": 7}, comm=comm, post=lambda y: y.argmax(1)) is None
+    folder, path, chunks, rows = same_folder(comm, tmp_path), f"y.{suffix}", set(), []
+    model, x = seeded(lambda: UNet(2, "instance" if slabs == 7 else "none")), torch.rand(110, 30)
+    write = ArraySink.__setitem__
+
+    def noted(sink, box, values):
+        write(sink, box, values)
+        first, last = box[1].start, box[1].stop
+        size = sink.chunks[1] if sink.chunks else 1
+        chunks.update(range(first // size, -(-last // size)))
+        rows.extend(range(first, last))
+
+    monkeypatch.setattr(ArraySink, "__setitem__", noted)
+    if seen != "by all":
+        monkeypatch.setattr(Results, "seen", lambda self: [comm.rank])
+    assert predict(model, x, folder / path, grid={"H": slabs}, comm=comm) is None
     comm.Barrier()
-    found = open_array(path)[0:90, 0:30]
-    assert torch.equal(torch.as_tensor(np.asarray(found)), whole(model, x[None, None]).argmax(1)[0])
+    found = torch.as_tensor(np.asarray(open_array(folder / path)[0:3, 0:110, 0:30]))
+    torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
+    assert [each.name for each in folder.iterdir()] == [path]
+    of_all = comm.allgather(chunks)
+    assert sorted(row for each in comm.allgather(rows) for row in each) == [*range(110)]
+    assert sum(map(len, of_all)) == len(set.union(*of_all))
+    if slabs == 7:
+        assert all(of_all) if seen == "by all" else not any(of_all[1:])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("suffix", ["npy", "zarr"])
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_a_later_call_goes_on(
+    comm, tmp_path, suffix, monkeypatch
+):
+    pytest.importorskip({"npy": "numpy", "zarr": "zarr"}[suffix])
+    folder = same_folder(comm, tmp_path)
+    model, x, path = seeded(lambda: UNet(2, "none")), torch.rand(160, 20), folder / f"y.{suffix}"
+    write = ArraySink.__setitem__
+
+    def full(sink, box, values):
+        if box[1].start > 60 and comm.rank == comm.size - 1:
+            raise OSError(28, "No space left on device")
+        write(sink, box, values)
+
+    monkeypatch.setattr(ArraySink, "__setitem__", full)
+    with pytest.raises(DataError, match="No space left"):
+        predict(model, x, path, grid={"H": 9}, comm=comm)
+    monkeypatch.undo()
+    assert not path.exists()
+    predict(model, x, path, grid={"H": 9}, comm=comm)
+    comm.Barrier()
+    found = torch.as_tensor(np.asarray(open_array(path)[0:3, 0:160, 0:20]))
+    torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
     assert [each.name for each in folder.iterdir()] == [path.name]
 
 
