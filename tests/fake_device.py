@@ -16,6 +16,7 @@ host finds garbage in what comes down, and whoever overwrites what goes up meanw
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,6 +102,10 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
     def synchronize(*_: Any) -> None:
         traffic().catch_up()
 
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
 
 # By the number of a storage of the device: the storage of the host; and back, a tensor of the device.
 _STORES: dict[int, Any] = {}
@@ -146,12 +151,28 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             return raw
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
+    leaves = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
+
     def up(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or leaves:
             return x
         return known[id(x)][1] if id(x) in known else _wrapped(x)
 
-    return tree_map(up, op(*tree_map(down, args), **tree_map(down, kwargs)))
+    with warnings.catch_warnings():
+        # Torch itself passes results of another shape to some kernels.
+        warnings.simplefilter("ignore")
+        args, kwargs = tree_map(down, args), tree_map(down, kwargs)
+        # A number in the place of a tensor is one of another kernel.
+        numbers = any(
+            a.type.kind() == "TensorType" and isinstance(x, (int, float))
+            for a, x in zip(op._schema.arguments, args, strict=False)
+        )
+        found = (op.overloadpacket if numbers else op)(*args, **kwargs)
+    for raw, x in known.values():
+        if raw.shape != x.shape or raw.stride() != x.stride():
+            # The kernel has resized it.
+            x.data = _wrapped(raw)
+    return tree_map(up, found)
 
 
 def _ignored(_: object) -> None:
@@ -216,6 +237,7 @@ def register() -> torch.device:
         _REGISTER(NAME, backend_module=_Module())
         everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         everything.fallback(_run, "PrivateUse1")
+        everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         some.impl("_copy_from", _copy, "PrivateUse1")
         some.impl("convolution_overrideable", _convolution, "PrivateUse1")
         some.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
