@@ -87,6 +87,11 @@ def is_in_memory(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in memory, that of the process or of a device."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 # Not empty while memory of tensors moves to disk and back, for which torch resizes it: torch never resizes a
 # tensor again of which numpy has had an array. So an array is then made of an address, without torch knowing.
 MOVING: list[bool] = []
@@ -163,7 +168,7 @@ def digest(tensor: torch.Tensor) -> str:
     the bytes. A change of one word always changes it, and other changes but for one in 2^64. It is no
     protection from who wants to deceive, and not written to files, so that another version may have another.
     """
-    found = as_words(flat_bytes(tensor))
+    found = as_words(flat_bytes(tensor).cpu())
     rows = found[: len(found) // _WEIGHTS.nbytes * _WEIGHTS.nbytes].view(np.uint64).reshape(-1, len(_WEIGHTS))
     # Upper bits are folded into lower ones: a sum of words would lose an even number of changed signs.
     sums = [((row ^ (row >> _FOLD)) * _WEIGHTS).sum(dtype=np.uint64) for row in rows]

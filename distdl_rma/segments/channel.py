@@ -145,8 +145,8 @@ class Channel:
             lane.bind_incoming(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
 
-    def cut(self, x: Array) -> list[Array]:
-        """Views of ``x``, the local tensor of shape ``exchange.own.shape``: one per send, in order."""
+    def cut(self, x: Any) -> list[Any]:
+        """Views of ``x``, an array or tensor of shape ``exchange.own.shape``: one per send, in order."""
         if x.shape != self._own_shape:
             raise ShapeError(f"{self.name!r}: local shape is {x.shape}, the plan has {self._own_shape}")
         return [x[slices] for slices in self._cuts]

@@ -28,7 +28,8 @@ from distdl_rma.jobs.checkpoints.weights import load_weights
 from distdl_rma.jobs.out_of_core.plan import Form
 from distdl_rma.jobs.out_of_core.prepared import Prepared, normalised, scaled, totals
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.layers.sources.remote import needed, open_array
+from distdl_rma.layers.sources.opening import open_array
+from distdl_rma.layers.sources.remote import needed
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 Post = Callable[[Any], Any] | None

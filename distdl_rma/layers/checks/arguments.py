@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.layers.dtypes import as_words, is_in_memory
+from distdl_rma.layers.dtypes import as_words, is_readable
 
 # Types whose values are compared without conversion.
 SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None)})
@@ -159,17 +159,17 @@ def sample_of(x: torch.Tensor, at: int = 0) -> bytes:
     distance each element was compared once.
     """
     dims, total = x.dim(), x.numel()
-    if not (is_in_memory(x) and total):
+    if not (is_readable(x) and total):
         return b""
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)
         stride = max(1, total // _SAMPLED)
         # Numpy gets a clone, since torch cannot resize memory again that numpy has seen.
-        return as_words(flat[at % stride :: stride].clone()).tobytes()
+        return as_words(flat[at % stride :: stride].to("cpu", copy=True)).tobytes()
     # ``reshape`` would copy the whole tensor.
     steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
     some = x.detach()[tuple(slice(at % step, None, step) for step in steps)]
-    return as_words(some.clone()).tobytes()
+    return as_words(some.to("cpu", copy=True)).tobytes()
 
 
 def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
@@ -178,21 +178,21 @@ def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
     Sums of floating-point numbers, which rounding changes little; of integers a checksum; of small tensors
     all elements.
     """
-    if not is_in_memory(x) or x.numel() <= _SAMPLED:
+    if not is_readable(x) or x.numel() <= _SAMPLED:
         return str(x.dtype), sample_of(x)
     flat = x.detach().reshape(-1)
     if not (x.is_floating_point() or x.is_complex()):
-        return "torch.int64", crc32(as_words(flat.clone()).tobytes()).to_bytes(8, sys.byteorder)
+        return "torch.int64", crc32(as_words(flat.to("cpu", copy=True)).tobytes()).to_bytes(8, sys.byteorder)
     if x.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    sums = torch.zeros(_SAMPLED, dtype=torch.float64, device="cpu")
+    sums = torch.zeros(_SAMPLED, dtype=torch.float64, device=flat.device)
     # Rows have different weights, so that exchanged rows change the sums.
-    weights = 1 + torch.arange(_ROWS, dtype=torch.float64, device="cpu").unsqueeze(1) / _ROWS
+    weights = 1 + torch.arange(_ROWS, dtype=torch.float64, device=flat.device).unsqueeze(1) / _ROWS
     for at, part in enumerate(flat.split(_ROWS * _SAMPLED)):
         finite = part.double().nan_to_num(3.0, 5.0, -7.0)
         rows = nn.functional.pad(finite, (0, -len(part) % _SAMPLED)).view(-1, _SAMPLED)
         sums += (1 + at / _ROWS) * (weights[: len(rows)] * rows).sum(0)
-    return _SUMS, sums.numpy().tobytes()
+    return _SUMS, sums.cpu().numpy().tobytes()
 
 
 def values_of(form: str, data: bytes) -> list[float]:

@@ -290,6 +290,7 @@ class GradientCheck:
         """Add a gradient of the running backward."""
         flat = gradient.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED]
+        some = some if some.is_cpu else some.cpu()
         values = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).tolist()
         self._number = crc32(as_words(some.contiguous()).tobytes(), self._number)
         self.last.append((what, values))

@@ -50,7 +50,7 @@ from distdl_rma.layers.checks.arguments import (
     summary_of,
     values_of,
 )
-from distdl_rma.layers.dtypes import as_words, is_in_memory
+from distdl_rma.layers.dtypes import as_words, is_readable
 from distdl_rma.segments.consensus import Consensus, gather_words
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import LOST, append_state
@@ -261,7 +261,7 @@ def equal_on_all_ranks(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
 ) -> None:
     """Raise ``MismatchError`` if plain tensors differ between ``ranks``; blocking, collective over these."""
-    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.contiguous()).tobytes()) for x in tensors]
+    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.cpu().contiguous()).tobytes()) for x in tensors]
     for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
         if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
@@ -321,7 +321,7 @@ class CallTrace:
         if self.met is None or name in _UNREAD:
             return
         for at, x in enumerate(given):
-            if not is_in_memory(x) or (args and x is args[0] and name in _OVERWRITE):
+            if not is_readable(x) or (args and x is args[0] and name in _OVERWRITE):
                 continue
             dtype, shape = str(x.dtype), tuple(x.shape)
             kind = self.steps[-1].word, at, dtype, shape

@@ -50,7 +50,7 @@ from distdl_rma.layers.checks.arguments import mark_compared
 from distdl_rma.layers.checks.generators import random_draw
 from distdl_rma.layers.checks.gradient_origin import GradientCheck
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace, Check
-from distdl_rma.layers.dtypes import DTYPES, is_in_memory
+from distdl_rma.layers.dtypes import DTYPES, is_readable
 from distdl_rma.layers.model.entering import ModuleHook
 from distdl_rma.layers.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.layers.model.replica_check import ReplicaSampler
@@ -74,7 +74,7 @@ from distdl_rma.layers.split.shard import Grid, shard
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.layers.sync.gradient_groups import Owner
 from distdl_rma.layers.sync.gradients import GradientSync
-from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_in_host_memory
+from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_on_one_device
 from distdl_rma.layers.sync.warnings import warn_of_start
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
@@ -148,6 +148,8 @@ class Distributed:
         self._running: list[_Running] = []
         # The dictionaries of buffers of all modules.
         self._buffers: list[dict[str, Any]] = []
+        # A tensor of the model, whose device is the model's; None without any.
+        self._first: torch.Tensor | None = None
 
     def _hook(self, path: str, module: nn.Module) -> ModuleHook:
         return ModuleHook(path, module, self.fallback == "move", not self._synchronises)
@@ -170,6 +172,7 @@ class Distributed:
                 mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
         self._buffers = [module._buffers for _, module in parts]
+        self._first = next(chain(model.parameters(), model.buffers()), None)
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
 
@@ -278,7 +281,10 @@ class Distributed:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
-            if problem := problem_with(x, f"an input of shape {tuple(x.shape)}"):
+            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}", on_device=True)
+            if not problem and self._first is not None and x.device != self._first.device:
+                problem = f"{what} is on {x.device}, but the model is on {self._first.device}"
+            if problem:
                 raise ShapeError(f"{self._name}: {problem}")
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
                 return shard(partition, x)
@@ -315,8 +321,8 @@ class Distributed:
         self._notice_changes()
         facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
         running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
-        # Plain inputs are whole. Sparse ones and those on other devices are not compared.
-        alike = [x for x in running.plain if is_in_memory(x)]
+        # Plain inputs are whole. Sparse ones are not compared.
+        alike = [x for x in running.plain if is_readable(x)]
         calls.begin(facts, partial(self._described, given, plain), trace, alike, self._checks)
         if self._change and self._sync is not None:
             # The call's beginning compared the change, so all ranks have it.
@@ -415,7 +421,7 @@ class Distributed:
             # Read without the table of functions.
             block = x._local if isinstance(x, SplitTensor) else x
             kind = DTYPES.index(block.dtype) if block.dtype in DTYPES else -1
-            facts += [*x.shape, kind, block.requires_grad]
+            facts += [*x.shape, kind, block.requires_grad, block.is_cpu]
             if isinstance(x, SplitTensor):
                 layout = x.decomposition
                 facts += [-1 if axis is None else axis for axis in layout.axes]
@@ -452,7 +458,9 @@ def _is_plain(x: Any) -> bool:
 
 def _said(x: torch.Tensor) -> str:
     cut = f", {described(x.decomposition)}" if isinstance(x, SplitTensor) else ""
-    return f"{tuple(x.shape)} of {x.dtype}{cut}{', which requires a gradient' if x.requires_grad else ''}"
+    block = x._local if isinstance(x, SplitTensor) else x
+    kind = f"{x.dtype}{'' if block.is_cpu else f' on {block.device}'}"
+    return f"{tuple(x.shape)} of {kind}{cut}{', which requires a gradient' if x.requires_grad else ''}"
 
 
 _NO_GRAPH = (
@@ -538,6 +546,7 @@ def distribute(
     with together(machine, machine.ranks, "distribute", failed=wrong, differs=wrong, advice=alike) as facts:
         _check(model, machine, grid, apart, options)
         facts |= {"grid": str(grid.shape if isinstance(grid, Partition) else grid), **options}
+        facts["device"] = next((x.device.type for x in chain(model.parameters(), model.buffers())), "")
     # The GradientSync compares these itself.
     options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, options)
@@ -569,7 +578,7 @@ def _check(model: nn.Module, machine: Machine, grid: Grid, apart: bool, options:
                 f"distribute: {f'the part {path!r} of the model' if path else 'this model'} is distributed"
                 f" already; model{f'.{path}' if path else ''}.distributed.close() first"
             )
-    if found := not_in_host_memory(model):
+    if found := not_on_one_device(model):
         raise ConfigurationError(f"distribute: {found}")
     if not isinstance(grid, Partition):
         # For the largest number of dimensions, to find now whether the grid fits the ranks.

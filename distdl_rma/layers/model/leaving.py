@@ -25,7 +25,7 @@ from torch import nn
 
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.generators import Noted
-from distdl_rma.layers.dtypes import is_in_memory
+from distdl_rma.layers.dtypes import is_readable
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import NO_PLACE, THREAD
@@ -102,8 +102,11 @@ def _items(container: Any) -> list[Any]:
 
 def _share_memory(*two: torch.Tensor) -> bool:
     # Whether the intervals of memory of two tensors meet.
-    if not all(type(x) in (torch.Tensor, nn.Parameter) and is_in_memory(x) and x.numel() for x in two):
+    if not all(type(x) in (torch.Tensor, nn.Parameter) and is_readable(x) and x.numel() for x in two):
         return False
+    if not (two[0].is_cpu and two[1].is_cpu):
+        first, other = (x.untyped_storage()._cdata for x in two)
+        return bool(first == other)
     spans = (sum((n - 1) * k for n, k in zip(x.shape, x.stride(), strict=True)) + 1 for x in two)
     (a, b), (n, m) = ([x.data_ptr() for x in two], [n * x.itemsize for n, x in zip(spans, two, strict=True)])
     return a < b + m and b < a + n

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distdl_rma.layers.checks.arguments import mark_compared
-from distdl_rma.layers.dtypes import digest, is_in_memory
+from distdl_rma.layers.dtypes import digest, is_readable
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.sync.gradient_groups import gradient_groups_of, under
 from distdl_rma.segments.machine import Machine
@@ -62,7 +62,8 @@ class ReplicaSampler:
     Later it covers which parameters learn; how often each was written to in place, so that the next call
     finds a change by one rank alone; a word of each of 32 tensors, of others in the next call, which finds
     changes of all of a tensor, as by another learning rate; and a part of all bytes, all of them in about 512
-    calls. If numbers differ, ranks compare ``words()``, which cover everything.
+    calls. If numbers differ, ranks compare ``words()``, which cover everything. Of tensors on a device it
+    keeps what the first call has read: later calls compare how often each was written to, and no bytes.
     """
 
     what = "weights"
@@ -182,14 +183,14 @@ class ReplicaSampler:
 
 def _readable(x: torch.Tensor) -> bool:
     # Whether it is a plain tensor whose elements fill one piece of memory, in any order.
-    if type(x) not in (torch.Tensor, nn.Parameter) or not is_in_memory(x):
+    if type(x) not in (torch.Tensor, nn.Parameter) or not is_readable(x):
         return False
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() > 0 and last + 1 == x.numel() and not (x.is_conj() or x.is_neg())
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).cpu().numpy().data
 
 
 def _digest(x: torch.Tensor) -> str:

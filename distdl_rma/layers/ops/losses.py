@@ -88,7 +88,7 @@ def class_terms(
     if has_indices(function, target):
         indices = target.unsqueeze(dim)
         counted = indices != ignore_index
-        chosen = counted & (indices == torch.arange(start, stop).view(shape))
+        chosen = counted & (indices == torch.arange(start, stop, device=x.device).view(shape))
         share = chosen.to(x.dtype)
         # As in torch, ignored rows are not read, and of others only the chosen class.
         read = counted if label_smoothing else chosen

@@ -115,6 +115,11 @@ class Interpolation:
         weight = None if self.weight is None else self.weight[:, start:stop]
         return Interpolation(self.index[:, start:stop] - first, weight)
 
+    def to(self, device: torch.device) -> Interpolation:
+        """The same on a device."""
+        weight = None if self.weight is None else self.weight.to(device)
+        return Interpolation(self.index.to(device), weight)
+
     def apply(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Weighted sum of the inputs along one dimension."""
         if self.weight is None:
@@ -291,5 +296,5 @@ class Resizing(WindowOperation[ResizeOptions]):
         y = x.to(sum_dtype(x.dtype)) if self._taps else self._kernel(x, *self._arguments)
         y = y[self._inside].clone() if self._crops else y
         for d, taps in self._taps:
-            y = taps.apply(y, d)
+            y = (taps if y.is_cpu else taps.to(y.device)).apply(y, d)
         return y.to(x.dtype)

@@ -49,15 +49,15 @@ def broadcast_from_first(
     for _, dtype in kinds:
         word_dtype(dtype, name)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-    # The tensors themselves where they are contiguous, else copies.
-    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in filled]
+    # The tensors themselves where they are contiguous and on the CPU, else copies.
+    plain = [tensor.resolve_conj().resolve_neg().cpu().contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
     vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
     if not vectors or _are_equal(machine, ranks, vectors, title):
         return
     _broadcast(machine, ranks, vectors, title)
     for tensor, copy in zip(filled, plain, strict=True):
-        if copy.data_ptr() != tensor.data_ptr():
+        if not tensor.is_cpu or copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
 
 

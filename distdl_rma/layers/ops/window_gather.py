@@ -91,7 +91,7 @@ class WindowGather:
         for d, (held, region) in enumerate(zip(self.held.bounds, self.region.bounds, strict=True)):
             if held == region:
                 continue
-            index = _origin(torch.arange(*region), self.extents[d], self.mode) - held[0]
+            index = _origin(torch.arange(*region, device=x.device), self.extents[d], self.mode) - held[0]
             x = x.index_select(LEADING + d, index)
         return x
 

@@ -251,7 +251,9 @@ class AvgPooling(WindowOperation[AvgPoolOptions]):
         average = _AVERAGES[len(self._kernel)]
         y: torch.Tensor = average(lifted, self._kernel, self._stride, divisor_override=self._divisor)
         y = y.reshape(self.box.shape)
-        return (y if self._divisors is None else y / self._divisors).to(x.dtype)
+        if self._divisors is not None:
+            y = y / (self._divisors if y.is_cpu else self._divisors.to(y.device))
+        return y.to(x.dtype)
 
 
 def _counted(window: Window, n: int, output: int, count_include_pad: bool) -> int:
@@ -296,7 +298,7 @@ class MaxWindows(WindowOperation[T]):
     def take_indices(self, y: torch.Tensor) -> torch.Tensor:
         """Flat indices in the global plane of the elements of ``y``, the last result; callable once."""
         indices, self._indices = self._indices, None
-        return torch.zeros(y.shape, dtype=torch.int64) if indices is None else indices
+        return y.new_zeros(y.shape, dtype=torch.int64) if indices is None else indices
 
 
 def argmax_windows(
@@ -387,7 +389,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         beyond = [(at < 0) | (at >= n) for at, n in zip(found, self.extents, strict=True)]
         outside = torch.stack(beyond).any(0)
         first = [
-            torch.tensor([_first_input(window, j) for j in range(*bounds)])
+            torch.tensor([_first_input(window, j) for j in range(*bounds)], device=outside.device)
             for window, bounds in zip(self._windows, self.box.bounds[LEADING:], strict=True)
         ]
         inputs = torch.meshgrid(*first, indexing="ij")
@@ -456,12 +458,15 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
                 continue
             zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
             # Neighbouring windows may share elements, which are then repeated.
+            if not y.is_cpu:
+                inputs, outputs = inputs.to(y.device), outputs.to(y.device)
             y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
         return y
 
     def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Divide by the number of elements of each window, with one rounding in short types."""
-        return (y.reshape(self._shape) / self._divisors).to(self._result_dtype)
+        divisors = self._divisors if y.is_cpu else self._divisors.to(y.device)
+        return (y.reshape(self._shape) / divisors).to(self._result_dtype)
 
 
 def _contributions(
@@ -493,11 +498,12 @@ class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
         # Windows are extended to the length of the longest and placed side by side, for torch's pooling.
-        for d, (inputs, first) in enumerate(zip(self._inputs, self.start, strict=True), LEADING):
+        all_inputs = self._inputs if x.is_cpu else [inputs.to(x.device) for inputs in self._inputs]
+        for d, (inputs, first) in enumerate(zip(all_inputs, self.start, strict=True), LEADING):
             x = x.index_select(d, inputs.flatten() - first)
-        lengths = [inputs.shape[1] for inputs in self._inputs]
+        lengths = [inputs.shape[1] for inputs in all_inputs]
         found = argmax_windows(x, lengths, lengths, [1] * len(lengths))
-        return [inputs.flatten()[at] for inputs, at in zip(self._inputs, found, strict=True)]
+        return [inputs.flatten()[at] for inputs, at in zip(all_inputs, found, strict=True)]
 
 
 def _even(window: TableWindow, start: int, stop: int) -> torch.Tensor:

@@ -53,8 +53,9 @@ def reduced(
     machine, element = site.machine, reduction_dtype(wide)
     sums = site.kept(key, lambda: reduction_of(machine, ranks, x.numel(), element, op, name), some)
     with machine.trace.span("wait", site.name):
-        result = as_tensor(sums(as_array(x.detach().to(wide).reshape(-1))), wide)
-    return result.view(x.shape).to(x.dtype, copy=True)
+        flat = x.detach().to(wide).reshape(-1)
+        result = as_tensor(sums(as_array(flat if x.is_cpu else flat.cpu())), wide)
+    return result.view(x.shape).to(x.device, x.dtype, copy=True)
 
 
 # Redistributions that the user asked for; all others are done by rules.

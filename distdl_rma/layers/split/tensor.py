@@ -34,7 +34,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd import forward_ad
 
-from distdl_rma.errors import PartitionError, ShapeError, UnsupportedError
+from distdl_rma.errors import DistdlError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.checks.arguments import COMPARED, TENSORS, mark_compared
@@ -59,6 +59,7 @@ from distdl_rma.layers.split.entry import agree_on_layout
 from distdl_rma.layers.split.function_nodes import OF_NO_BLOCK, enter_graph, runs
 from distdl_rma.layers.split.plain_operands import gathered
 from distdl_rma.layers.split.redistribution import redistributed
+from distdl_rma.layers.staging import backward_in_this_thread
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
@@ -189,6 +190,8 @@ class SplitTensor(torch.Tensor):
         copy_of: torch.Tensor | None = None,
     ) -> SplitTensor:
         """For this package: ``local`` is this rank's block, with the shape of its box."""
+        if not local.is_cpu:
+            backward_in_this_thread()
         # ``_make_subclass`` shares the block's version, unlike a wrapper subclass; torch compares versions.
         make: Any = torch.Tensor._make_subclass
         made: SplitTensor = make(cls, local, local.requires_grad, dispatch_sizes_strides_policy="sizes")
@@ -205,7 +208,7 @@ class SplitTensor(torch.Tensor):
         Parameters
         ----------
         local
-            This rank's block, on the CPU; its memory is used, not copied.
+            This rank's block; its memory is used, not copied.
         partition
             Its grid has as many dimensions as the tensor.
         shape
@@ -218,7 +221,7 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
-        problem = problem_with(local, "a block")
+        problem = problem_with(local, "a block", on_device=True)
         if isinstance(local, SplitTensor):
             problem = "a block is of type SplitTensor, wanted a plain tensor, as of its to_local()"
         if not partition.active:
@@ -420,8 +423,12 @@ class SplitTensor(torch.Tensor):
                     LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)
                 return found
             except Exception as error:
+                among = tensors_in(args, kwargs)
+                refusal = _of_device(func, error, among)
                 if rule.kind not in _ONE_ALONE:
-                    _report_to_peers(error, tensors_in(args, kwargs))
+                    _report_to_peers(refusal or error, among)
+                if refusal is not None:
+                    raise refusal from error
                 raise
 
     @classmethod
@@ -513,6 +520,16 @@ def _recompute_by_all(found: Any, args: Any, kwargs: Any) -> None:
 def _memory(x: torch.Tensor) -> int:
     number: int = x.untyped_storage()._cdata
     return number
+
+
+def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> UnsupportedError | None:
+    # The refusal in place of torch's error about tensors on a device and on the host; None for other errors.
+    there = next((x._local for x in among if isinstance(x, SplitTensor) and not x._local.is_cpu), None)
+    if there is None or isinstance(error, DistdlError) or "device" not in str(error):
+        return None
+    return refused(
+        func, f"{error} (are all its tensors on {there.device}? If so, its rule computes on the CPU only)"
+    )
 
 
 def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:

@@ -11,6 +11,8 @@
 - There are two buffers in turn: ``.grad`` stays valid until the second backward after it.
 - Torch assigns a computed gradient to ``.grad`` without a copy if nothing else refers to it. So a layer of
   this library may write its gradient into the place that ``offer`` gives it, and no byte is copied.
+- Gradients on a device have their places in memory there, as large as the buffer: one copy goes down before
+  the sum, and one comes up after it.
 
 Whoever has a view of the buffer keeps the memory of the bucket alive (``_Tenancy``): a program may keep
 ``.grad`` after it has dropped model and GradientSync.
@@ -42,11 +44,12 @@ from distdl_rma.segments.machine import Machine
 
 
 class BucketKind(NamedTuple):
-    """Gradients of one kind may share a bucket: ranks that sum them, dtype, divisor of the sums."""
+    """Gradients of one kind may share a bucket: ranks that sum them, dtype, divisor of the sums, device."""
 
     ranks: tuple[int, ...]
     dtype: torch.dtype
     divisor: int
+    device: torch.device = torch.device("cpu")
 
     @property
     def travels(self) -> bool:
@@ -209,6 +212,8 @@ class Bucket:
         # Views of the gradients and of the flags, by ``id`` of the buffer. Few buffers, which stay.
         self._views: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        # Gradients of the buffer, and in their place memory on the device, likewise; none on the CPU.
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def offer(self, slot: GradientSlot) -> torch.Tensor | None:
         """Place for a layer to write its gradient to, once per backward; None if the gradient accumulates."""
@@ -246,12 +251,19 @@ class Bucket:
             flags.copy_(torch.tensor([slot.flag for slot in self.slots]))
         else:
             flags.fill_(math.inf)
+        if self._staged:
+            here, there = self._staged[id(self.allreduce.active)]
+            here.copy_(there)
         self._written = None
         self.allreduce.start()
 
     def wait(self) -> None:
         """Wait, and assign the sums to ``.grad``; blocking."""
-        gradients, flags = self._views_of(self.allreduce.wait())
+        total = self.allreduce.wait()
+        gradients, flags = self._views_of(total)
+        if self._staged:
+            here, there = self._staged[id(total)]
+            there.copy_(here)
         for slot, gradient, flag in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter()
             if parameter is None:
@@ -280,7 +292,7 @@ class Bucket:
         """Release parameters and memory; local, idempotent."""
         for slot in self.slots:
             slot.release()
-        self._views, self._written = {}, None
+        self._views, self._staged, self._written = {}, {}, None
         self.allreduce.close()
 
     def _places(self) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -294,7 +306,13 @@ class Bucket:
         if views is None:
             lent: Any = buffer.view(_Lent)
             lent.tenancy = self._tenancy
-            *parts, flags, _ = torch.split(as_tensor(lent, self._dtype), self._counts)
+            whole = as_tensor(lent, self._dtype)
+            *parts, flags, _ = torch.split(whole, self._counts)
+            if self.kind.device.type != "cpu":
+                here = whole[: sum(self._counts[:-2])]
+                there = torch.empty_like(here, device=self.kind.device)
+                self._staged[id(buffer)] = here, there
+                parts = [*torch.split(there, self._counts[:-2])]
             if self.kind.dtype.is_complex:
                 parts = [torch.view_as_complex(part.view(-1, 2)) for part in parts]
             # Detached, to be assigned to .grad repeatedly: not one of several views of a split.

@@ -48,6 +48,7 @@ from distdl_rma.layers.ops.core.autograd import (
     uncompiled,
 )
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.staging import backward_in_this_thread
 from distdl_rma.layers.sync.bucket import (
     Bucket,
     BucketKind,
@@ -152,6 +153,7 @@ class GradientSync(Uncopyable):
         self._waiting: list[GradientSlot] = []
         # The gradients must move out of the segment before it is closed.
         self._machine.segments.before_close(self)
+        backward_in_this_thread()
         try:
             self.register(model)
         except BaseException:

@@ -43,11 +43,11 @@ class ParameterHooks:
 
     def whole(self, slot: GradientSlot, contribution: torch.Tensor) -> torch.Tensor:
         """The summed gradient, for the hooks; blocking."""
-        total = self._sum(as_array(contribution.detach().to(self._dtype).reshape(-1)))
+        total = self._sum(as_array(contribution.detach().to("cpu", self._dtype).reshape(-1)))
         result = as_tensor(total, self._dtype).view(contribution.shape)
         parameter = slot.parameter()
         self._before, parameter.grad, self.seen = parameter.grad, None, True
-        return result.to(contribution.dtype, copy=True)
+        return result.to(contribution.device, contribution.dtype, copy=True)
 
     def contribute(self, slot: GradientSlot) -> None:
         """Replace the hooks' result in ``.grad`` by this rank's contribution."""

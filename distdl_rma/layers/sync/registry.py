@@ -137,7 +137,8 @@ class Addition(NamedTuple):
         for group in self.new:
             for entries in group.by_module():
                 learning = [entry for entry in entries if entry.parameter.requires_grad and entry.nbytes]
-                kind = BucketKind(group.ranks, entries[0].parameter.dtype, options.divisor(group))
+                first = entries[0].parameter
+                kind = BucketKind(group.ranks, first.dtype, options.divisor(group), first.device)
                 if learning:
                     found.append([GradientSlot(entry, kind) for entry in learning])
         return found
@@ -213,7 +214,7 @@ class Registry:
                 set_callbacks(module, f"register({prefix or type(module).__name__})", callbacks)
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
-            refusal = refusal or not_in_host_memory(module) or unfit(module, self._machine)
+            refusal = refusal or not_on_one_device(module) or unfit(module, self._machine)
         known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         # Without groups of the same root: a module that is added again may have lost some of them.
@@ -314,12 +315,25 @@ class ModuleWatch:
         return ""
 
 
-def not_in_host_memory(module: nn.Module) -> str:
-    """Message about a parameter or buffer outside of the host's memory; empty if there is none."""
+def not_on_one_device(module: nn.Module) -> str:
+    """Message about a parameter or buffer that is not where the others are; empty if there is none."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    own = [(path, part) for path, part in module.named_modules() if isinstance(part, DistributedLayer)]
     for name, x in chain(module.named_parameters(), module.named_buffers()):
-        if not isinstance(x, UninitializedParameter) and x.device.type != "cpu":
-            how = "to_empty(device='cpu'), then fill it" if x.is_meta else "call model.cpu()"
-            return f"{name!r} is on the device {x.device}, wanted the memory of the host: {how}"
+        if isinstance(x, UninitializedParameter) or first is None:
+            continue
+        if x.is_meta:
+            return f"{name!r} has no memory: to_empty(device='cpu'), then fill it"
+        if x.device != first.device:
+            return (
+                f"{name!r} is on {x.device}, but others are on {first.device}: move the model to one device"
+            )
+        if own and not x.is_cpu:
+            path, part = own[0]
+            return (
+                f"{name!r} is on {x.device}, but layers with explicit partitions, such as {path!r}, a"
+                f" {type(part).__name__}, compute on the CPU only: call model.cpu()"
+            )
     return ""
 
 

@@ -56,13 +56,14 @@ from distdl_rma.layers.ops.core.autograd import (
     recomputed_by_all,
     tied,
 )
-from distdl_rma.layers.ops.core.movement import CallSite, Movement
+from distdl_rma.layers.ops.core.movement import CallSite, Movement, uploaded
 from distdl_rma.layers.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.layers.ops.core.order import in_order, outputs_of
 from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
 from distdl_rma.layers.ops.core.tensors import as_tensor, no_autocast
 from distdl_rma.layers.ops.window_gather import WindowGather
+from distdl_rma.layers.staging import to_host
 
 # Records in the trace which part of the schedule begins.
 Mark = Callable[[str], object]
@@ -239,18 +240,23 @@ class Convolution(GridConvolution):
         mark, channel, parts = machine.trace.marks(name), self.halo.forward, self.parts
         mark("start")
         # A rank that owns nothing may pass a tensor of any shape without elements.
-        epoch = channel.start(channel.cut(as_words(x)) if channel.sends else ())
+        edges = channel.cut(as_words(x) if x.is_cpu else x) if channel.sends else ()
+        # On a device the edges come down while the core's kernels run.
+        leaving = to_host(edges) if edges and not x.is_cpu else None
+        epoch = channel.start(edges) if leaving is None else 0
         mark("local")
         block = weight if weight.shape == self._block.shape else self.block(weight)
         bias, core, y = self._rows(bias), self.core, None
         if parts.base is None:
-            y = torch.zeros(self._shape, dtype=self.dtype)
+            y = x.new_zeros(self._shape, dtype=self.dtype)
             if parts.core is not None:
                 y[parts.core.place] = parts.core.convolve(x, block)
             if bias is not None:
                 y.add_(bias.view(-1, *(1,) * (y.dim() - LEADING)))
         elif core is not None and parts.base is parts.core:
             y = core.convolve(x, block, bias)
+        if leaving is not None:
+            epoch = channel.start(leaving.wait())
         return epoch, y, self.held(x), block, bias, mark
 
     def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
@@ -261,7 +267,7 @@ class Convolution(GridConvolution):
         """
         found: tuple[Tensor, ...] = ()
         for patch in self.parts.rim:
-            found = *found, patch.hold(self.dtype)
+            found = *found, patch.hold(self.dtype, x)
         for number, there, here in self.own:
             found[number][there] = x[here]
         if halo:
@@ -269,27 +275,30 @@ class Convolution(GridConvolution):
                 found[number][there] = part
         return found
 
-    def send_back(self, found: Sequence[Found]) -> int:
+    def send_back(self, found: Sequence[Found], x: Tensor) -> int:
         """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch.
 
         A piece may lie in several patches, as where blocks of neighbours are longer than this one: each patch
         has the gradient of its part of the piece. Elements in no patch, as between strides, have none.
         """
+        arrays: Any
+        blank: Any
         channel, arrays, pieces = self.halo.adjoint, [], []
+        blank, kind = (np.zeros, channel.dtype) if x.is_cpu else (x.new_zeros, self.dtype)
         for _, edge, *_ in found:
-            arrays += [as_words(edge)]
+            arrays += [as_words(edge) if x.is_cpu else edge]
         for piece, landing in zip(channel.sends, self.landings, strict=True):
-            whole = None
+            whole: Any = None
             for number, there, here in landing:
                 part = arrays[number][there]
                 if part.shape != piece.box.shape:
-                    whole = np.zeros(piece.box.shape, channel.dtype) if whole is None else whole
+                    whole = blank(piece.box.shape, dtype=kind) if whole is None else whole
                     whole[here] = part
                 else:
                     whole = part
             # No output reads data between the windows.
-            pieces += [np.zeros(piece.box.shape, channel.dtype) if whole is None else whole]
-        return channel.start(pieces)
+            pieces += [blank(piece.box.shape, dtype=kind) if whole is None else whole]
+        return channel.start(pieces if x.is_cpu or not pieces else to_host(pieces).wait())
 
     def of_data(self, x: Tensor, found: Sequence[Found], epoch: int, mark: Mark) -> Tensor:
         """Gradient of own data: from this rank's patches, and from other readers. Blocking.
@@ -305,12 +314,13 @@ class Convolution(GridConvolution):
                 total[here] = part
         total = torch.zeros_like(x) if total is None else total
         total = total if self.sums_exactly else total.to(self._sum_dtype)
-        received: Any = self.halo.adjoint.receive(epoch)
+        adjoint = self.halo.adjoint
+        received: Any = adjoint.receive(epoch) if x.is_cpu else uploaded(adjoint, epoch, self.dtype, x.device)
         if self.site.machine.trace.recording is not None:
             received = _recorded(received, mark)
         # No other code refers to this tensor.
         for (_, words), place in zip(received, self._edges, strict=True):
-            total[place].add_(as_tensor(words, self.dtype))
+            total[place].add_(as_tensor(words, self.dtype) if x.is_cpu else words)
         # An input without elements may have any type.
         return total if self.sums_exactly else total.to(x.dtype)
 
@@ -420,11 +430,17 @@ class _HaloSchedule(OperatorFunction):
             started = agreed[0].begin(x, weight, bias)
         else:
             started = _begin_and_agree(agreement, agreed, x, weight, bias)
+        arrays: Any
+        received: Any
         (epoch, y, held, block, rows, mark), (operation, needs) = started, agreed
         parts, landings, kept = operation.parts, operation.landings, held
         mark("wait")
-        arrays = [*map(as_words, held)]
-        for (_, view), landing in zip(operation.halo.forward.receive(epoch), landings, strict=True):
+        channel, arrays = operation.halo.forward, held
+        if x.is_cpu:
+            arrays, received = [*map(as_words, held)], channel.receive(epoch)
+        else:
+            received = uploaded(channel, epoch, operation.dtype, x.device)
+        for (_, view), landing in zip(received, landings, strict=True):
             for number, there, here in landing:
                 arrays[number][there] = view[here]
         if operation.remakes:
@@ -466,7 +482,7 @@ class _HaloSchedule(OperatorFunction):
         epoch, d_x, d_weight, d_bias = 0, None, None, None
         if needs_halo:
             mark("start")
-            epoch = operation.send_back(found)
+            epoch = operation.send_back(found, x)
         core = operation.core
         if core is not None and (needs_x or needs_weight):
             mark("local")

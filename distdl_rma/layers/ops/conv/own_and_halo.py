@@ -202,9 +202,9 @@ class Patch:
         """Slices of the data in ``convolved``; None if they are all of it."""
         return None if self.inside == self.convolved else self.inside.slices(self.convolved)
 
-    def hold(self, dtype: torch.dtype) -> Tensor:
-        """Held tensor: zero outside of the data, uninitialised in their place."""
-        block = result(self.held.shape, dtype)
+    def hold(self, dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
+        """Held tensor on the device of ``like``: zero outside of the data, uninitialised in their place."""
+        block = result(self.held.shape, dtype, like)
         for zeros in self.zeros:
             block[zeros] = 0
         return block

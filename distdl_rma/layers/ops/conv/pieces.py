@@ -65,7 +65,7 @@ class InPieces:
         above, outputs = MAPPED.nbytes, self.patch.outputs
         if (pieces := self._of_outputs.get(above)) is None:
             pieces = self._of_outputs[above] = self.pieces_of_outputs(above)
-        if not pieces:
+        if not (pieces and block.is_cpu):
             return self.patch.convolve(block, weight, bias)
         samples, _, *space = outputs.shape
         y = result((samples, weight.shape[0], *space), weight.dtype)
@@ -83,7 +83,7 @@ class InPieces:
         piece writes the gradient of its own data: data of no two pieces overlap, and only the weight's
         gradient is a sum.
         """
-        if not self.of_data:
+        if not (self.of_data and block.is_cpu):
             return self.patch.convolve_adjoint(gradient, block, weight, needs)
         outer, total, needs = torch.empty_like(block) if needs[0] else None, None, (*needs[:2], False)
         for piece in self.of_data:

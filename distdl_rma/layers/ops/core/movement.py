@@ -40,6 +40,7 @@ from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_
 from distdl_rma.layers.ops.core.order import channel_of
 from distdl_rma.layers.ops.core.result_memory import landing, result
 from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.layers.staging import from_host, to_host
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.lanes import SLOTS, in_steps
 from distdl_rma.segments.large_arrays import copy
@@ -133,14 +134,20 @@ class OneWay:
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start to move a local shard; return the shard in the movement's type, and the epoch."""
         # An input without elements may have any shape and type.
-        x = x.detach() if self._nothing is None else self._nothing
+        if self._nothing is None:
+            x = x.detach()
+        else:
+            x = self._nothing if x.is_cpu else x.new_empty(self._nothing.shape)
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
         channel = self.channel
         mark = self._trace.marks(channel.name, self.backward)
         mark("start")
-        parts = channel.cut(as_words(x))
-        if self._copy_slices:
+        if x.is_cpu:
+            parts = channel.cut(as_words(x))
+        else:
+            parts = to_host(channel.cut(x)).wait() if channel.sends else []
+        if self._copy_slices and x.is_cpu:
             y = result(self._shape, self.dtype)
             epoch = channel.start(self._copied_while_sent(parts, y))
             self._copied_results[epoch] = y
@@ -175,9 +182,14 @@ class OneWay:
                 pass
             return copied
         landed: Any = self.channel.take_result(epoch)
-        y = result(self._shape, self._wide) if landed is None else landed
+        if x.is_cpu:
+            y, theirs = result(self._shape, self._wide) if landed is None else landed, self._received(epoch)
+        else:
+            y = x.new_empty(self._shape, dtype=self._wide)
+            there = uploaded(self.channel, epoch, self.dtype, x.device, landed)
+            theirs = ((where, part) for where, (_, part) in zip(self._theirs, there, strict=True))
         local = ((target, x[source]) for target, source in self._mine)
-        parts: _Parts = chain(islice(theirs := self._received(epoch), self._before), local, theirs)
+        parts: _Parts = chain(islice(theirs, self._before), local, theirs)
         if self._layers:
             self._sum(parts, y)
             return y
@@ -321,6 +333,22 @@ class Movement:
     def close(self) -> None:
         """Free the memory once no peer writes to it any more; local."""
         self._finalizer()
+
+
+def uploaded(
+    channel: Channel, epoch: int, dtype: torch.dtype, device: torch.device, landed: Any = None
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """What ``channel.receive`` yields, as tensors on a device, in one copy; blocking.
+
+    ``landed`` is the result that senders have put parts of to the memory of the host.
+    """
+
+    def arrays() -> Iterator[Any]:
+        for lies, (piece, words) in zip(channel.landed, channel.receive(epoch), strict=True):
+            yield as_words(landed[piece.box.slices(channel.exchange.need)]) if lies else words
+
+    count = sum(piece.box.volume for piece in channel.receives)
+    return zip(channel.receives, from_host(arrays(), count, dtype, device), strict=True)
 
 
 def movements_through(

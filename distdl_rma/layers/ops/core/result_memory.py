@@ -181,8 +181,10 @@ def idle_memory(nbytes: int) -> Iterator[None]:
         _results.drop_idle()
 
 
-def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory for a result that leaves the library."""
+def result(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Uninitialised memory for a result that leaves the library; on the device of ``like``, else the CPU."""
+    if like is not None and not like.is_cpu:
+        return like.new_empty(shape, dtype=dtype)
     if _UNPOOLED or prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
         return torch.empty(tuple(shape), dtype=dtype)
     return _results.empty(shape, dtype)
@@ -211,6 +213,6 @@ _making = threading.Lock()
 
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for a result with the shape, type and strides of a tensor."""
-    if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_contiguous():
+    if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_cpu or not x.is_contiguous():
         return torch.empty_like(x)
     return _results.empty(x.shape, x.dtype)

@@ -18,13 +18,13 @@ from distdl_rma.layers.dtypes import DTYPES, MOVING, as_numbers
 MAX_DIMS = 8
 
 
-def problem_with(x: object, what: str = "input") -> str:
-    """Reason why a value cannot be a shard that moves; empty if it can."""
+def problem_with(x: object, what: str = "input", on_device: bool = False) -> str:
+    """Reason why a value cannot be a shard that moves; empty if it can. ``on_device``: of a split tensor."""
     if not isinstance(x, torch.Tensor):
         return f"{what} is of type {type(x).__name__}, wanted a tensor"
     if x.layout is not torch.strided or x.is_nested:
         return f"{what} has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor"
-    if x.device.type != "cpu":
+    if x.is_meta or not (x.is_cpu or on_device):
         return f"{what} is on device {x.device}, wanted a tensor on the CPU"
     if x.dtype not in DTYPES:
         return f"{what} has the unsupported dtype {x.dtype}, wanted one of {list(DTYPES)}"

@@ -102,7 +102,8 @@ class NormPlan:
 
     def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy of ``x`` in another type."""
-        return result(x.shape, dtype).copy_(x) if self._pooled and x.is_contiguous() else x.to(dtype)
+        pooled = self._pooled and x.is_contiguous()
+        return result(x.shape, dtype, x).copy_(x) if pooled else x.to(dtype)
 
     def column_of(self, parameter: Tensor) -> Array:
         """The values of a parameter, as a column."""
@@ -110,7 +111,7 @@ class NormPlan:
         # numpy does not know all types.
         if values.dtype not in FLOATS:
             values = values.to(torch.float64)
-        return values.numpy().reshape(self.column)
+        return (values if values.is_cpu else values.cpu()).numpy().reshape(self.column)
 
 
 class LocalNorm(OperatorFunction):
@@ -139,7 +140,7 @@ class LocalNorm(OperatorFunction):
         if update is not None:
             update((mean, variance))
         mark("scale")
-        scaling = _Scaling(plan, mean, variance, weight, shifted)
+        scaling = _Scaling(plan, x, (mean, variance), weight, shifted)
         y = scaling.output(x.data, None if shifted is None else shifted.tensor, bias)
         mark("")
         ctx.save_for_backward(x, weight)
@@ -199,8 +200,14 @@ class _Scaling:
     """
 
     def __init__(
-        self, plan: NormPlan, mean: Array, variance: Array, weight: Tensor | None, shifted: Shifted | None
+        self,
+        plan: NormPlan,
+        like: Tensor,
+        moments: Pair,
+        weight: Tensor | None,
+        shifted: Shifted | None,
     ) -> None:
+        mean, variance = moments
         groups = plan.statistics.groups
         self.plan, self.shift = plan, None if shifted is None else shifted.of_rows
         inverse = variance + plan.eps
@@ -217,7 +224,7 @@ class _Scaling:
         elif weight is not None:
             self.weight = plan.column_of(weight).astype(np.float64)
             self.factor = self.inverse * self.weight
-        self.rounded_factor = as_type(self.factor, plan.wide)
+        self.rounded_factor = as_type(self.factor, plan.wide, like)
 
     def standardise(self, x: Tensor, out: Tensor | None, bias: Array | None = None) -> Tensor:
         """``(x - rest) * factor + bias`` of the shifted elements ``x``, in the memory of ``out``, if any."""
@@ -225,12 +232,12 @@ class _Scaling:
         if self.plan.statistics.centred:
             rest = self.rest * self.factor
             bias = np.negative(rest, out=rest) if bias is None else bias - rest
-        return out if bias is None else out.add_(as_type(bias, self.plan.wide))
+        return out if bias is None else out.add_(as_type(bias, self.plan.wide, x))
 
     def output(self, x: Tensor, shifted: Tensor | None, bias: Tensor | None) -> Tensor:
         """The output for the elements ``x``; in the memory of the shifted elements, if any."""
         plan = self.plan
-        if shifted is None and plan.by_rows and x.is_contiguous():
+        if shifted is None and plan.by_rows and x.is_cpu and x.is_contiguous():
             return self._in_one_pass(x, bias)
         if shifted is None and x.dtype == plan.wide:
             wide, out = x, plan.memory(x)
@@ -295,7 +302,7 @@ class _Gradient:
                 values = self.d_y if at else self.scaling.standardise(self.shifted, None).mul_(self.d_y)
                 values = (values.sum(instances) if instances else values).reshape(plan.extents).to(dtypes[at])
             else:
-                values = as_type(sums[1 - at], dtypes[at])
+                values = as_type(sums[1 - at], dtypes[at], self.d_y)
             found[at] = values if plan.fill is None else plan.fill(name, values)
         return found
 
@@ -324,7 +331,7 @@ class _Gradient:
         slope *= inverse
         offset -= slope * rest
         of_rows = statistics.groups.spread(of_groups)
-        added, factor = as_type(of_rows, plan.wide).unbind()
+        added, factor = as_type(of_rows, plan.wide, d_x).unbind()
         shifted = self.shifted if self.shifted.dtype == plan.wide else plan.widened(self.shifted)
         d_x.addcmul_(shifted, factor)
         if statistics.centred:
@@ -548,6 +555,9 @@ class RunningStatistics:
 
 def _mix(running: Tensor, new: Array, momentum: float) -> None:
     # As torch's lerp, in float64.
+    if not running.is_cpu:
+        running.copy_(running.double().lerp(torch.from_numpy(new).to(running.device), momentum))
+        return
     old = running.numpy() if running.dtype in FLOATS else as_array(running.to(torch.float64))
     delta = new - old
     mixed = old + momentum * delta if momentum < 0.5 else new - (1 - momentum) * delta

@@ -91,6 +91,8 @@ class Rows:
         """Sums of ``a`` and of ``a * b``, (2, *shape); of tensors of one type without a graph."""
         if self._empty:
             return np.zeros((2, *self.shape))
+        if not a.is_cpu:
+            return self._sums_on_device(a, b)
         if not self._trailing:
             a, b = (x.to(sum_dtype(x.dtype)) for x in (a, b))
             both = a.to(torch.float64), (a * b).to(torch.float64)
@@ -117,6 +119,14 @@ class Rows:
         if self._pieces != self._number:
             found = np.add.reduce(found, -1)
         return np.add.reduce(found, self._outer, keepdims=True) if self._outer else found
+
+    def _sums_on_device(self, a: Tensor, b: Tensor) -> Array:
+        # Reduced by the device's kernels, so that one small vector comes down.
+        a, b = (x.to(sum_dtype(x.dtype)) for x in (a, b))
+        double = torch.float64
+        sums = [x.sum(self._dims, True, dtype=double) if self._dims else x.to(double) for x in (a, a * b)]
+        found: Array = torch.stack(sums).cpu().numpy()
+        return found
 
 
 def _piece_of(length: int) -> int:
@@ -173,8 +183,10 @@ class Shifted(NamedTuple):
 Moments = tuple[Array, Array, Shifted | None]
 
 
-def as_type(values: Array, dtype: torch.dtype) -> Tensor:
-    """A copy of values as a tensor of a type, rounded."""
+def as_type(values: Array, dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
+    """A copy of values as a tensor of a type, rounded; on the device of ``like``, else on the CPU."""
+    if like is not None and not like.is_cpu:
+        return as_type(values, dtype).to(like.device)
     # For few values, numpy takes a quarter of torch's time.
     if dtype in FLOATS:
         return torch.from_numpy(values.astype(NUMPY[dtype]))
@@ -287,6 +299,7 @@ class Statistics:
         x = x.to(sum_dtype(x.dtype))
         shift = as_type(mean, x.dtype).numpy()
         of_rows = torch.from_numpy(groups.spread(shift))
+        of_rows = of_rows if x.is_cpu else of_rows.to(x.device)
         y = torch.sub(x, of_rows, out=result_like(x))
         # The sum of the shifted elements corrects the rounding of the mean. The squares of constant elements
         # must not be negative by rounding.

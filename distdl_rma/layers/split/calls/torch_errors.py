@@ -120,7 +120,12 @@ def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -
     mapped(tensors.append, (args, kwargs))
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
-        return lambda x: torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).clone()
+        def of(x: Any) -> torch.Tensor:
+            return (
+                torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).to("cpu", copy=True)
+            )
+
+        return of
 
     def regular(x: torch.Tensor) -> torch.Tensor:
         y = filled(1)(x)

@@ -86,6 +86,12 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
     distribution, types = _DISTRIBUTIONS[name]
     if out.dtype not in types:
         return False
+    if not out.is_cpu:
+        # The same numbers on every device.
+        here = torch.empty_like(out, device="cpu", requires_grad=False)
+        fill(here, name, layout, seed, parameters)
+        out.copy_(here)
+        return True
     real, mean = out, 0.0
     if out.is_complex():
         real = torch.view_as_real(out)

@@ -68,7 +68,7 @@ def draw(
 def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: torch.Tensor) -> None:
     # What torch has drawn with a probability for each element, again by the indices. In double precision,
     # since a number and its probability decide by a comparison.
-    number = torch.empty(drawn.shape, dtype=torch.float64)
+    number = torch.empty(drawn.shape, dtype=torch.float64, device=drawn.device)
     fill(number, "uniform_", layout, seed, (0.0, 1.0))
     with torch.no_grad():
         drawn.copy_(number < probability)
@@ -125,7 +125,8 @@ def _of_channels(
     unbatched = (name == "dropout1d" and dims == 2) or (name == "dropout3d" and dims == 4)
     leading = 1 if unbatched else 2
     shape = (*layout.shape[:leading], *(1,) * (dims - leading))
-    values = _scaled(x._local.new_empty(shape).bernoulli_(1 - p), p, alpha)
+    drawn = torch.empty(shape, dtype=x._local.dtype, device="cpu").bernoulli_(1 - p)
+    values = _scaled(drawn.to(x._local.device), p, alpha)
     cut = part_for(shape, layout).slices()
     return values[0][cut], None if values[1] is None else values[1][cut]
 

@@ -475,7 +475,7 @@ def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor
         values, indices = function(along.local, d, True)
         indices = indices + along.layout.own_box.bounds[d][0]
     else:
-        indices = torch.full(values.shape, _NOWHERE)
+        indices = values.new_full(values.shape, _NOWHERE, dtype=torch.int64)
     if not along.cut:
         return values, indices
     extreme, first = _first(along, values, indices, largest)
@@ -504,11 +504,11 @@ def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: 
     if dim is not None:
         return along.result(_with_index(along, largest)[1], keepdim)
     local, shape = along.local, along.layout.shape
-    value, index = _nothing(along, largest), torch.tensor(_NOWHERE)
+    value, index = _nothing(along, largest), torch.tensor(_NOWHERE, device=local.device)
     if value is None:
         found = local.argmax() if largest else local.argmin()
         places = torch.unravel_index(found, local.shape)
-        value, index = local[places].view((1,) * len(shape)), torch.tensor(0)
+        value, index = local[places].view((1,) * len(shape)), torch.tensor(0, device=local.device)
         bounds = along.layout.own_box.bounds
         for at, (start, _), n in zip(places, bounds, shape, strict=True):
             index = index * n + at + start

@@ -1,0 +1,104 @@
+"""Staging: what crosses between tensors on a device and the memory of the host, which segments know.
+
+A halo has many pieces, and a copy between device and host takes as long as a kernel: pieces travel as one::
+
+    device    | piece | piece |  --a kernel packs-->  |piece|piece|         |piece|piece| --views--> y[...]
+                                                           | one copy            ^ one copy
+    host                          arrays for a put  <--  |piece|piece|         |piece|piece|  <--  a segment
+
+``to_host`` only starts its copy: the caller launches the kernels that need no other rank, and waits then. A
+device of ``ASYNCHRONOUS`` computes meanwhile. What goes up needs no wait: later kernels of the device run
+behind it, and the memory of the host that it is read from is nobody else's.
+
+Tensors on the CPU need none of this. Their callers ask ``x.is_cpu``, and take views (``as_words``): no copy,
+and no call more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl_rma.errors import UnsupportedError
+from distdl_rma.layers.dtypes import as_words
+
+# Types of devices that copy to and from pinned memory while host and device go on.
+ASYNCHRONOUS = {"cuda"}
+
+
+class Descent:
+    """A started copy of tensors of one dtype from their device to the host.
+
+    Examples
+    --------
+    >>> down = to_host([torch.ones(2), torch.zeros(1, 1)])
+    >>> [part.shape for part in down.wait()]
+    [(2,), (1, 1)]
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._shapes, self._event = [tuple(part.shape) for part in parts], None
+        device = parts[0].device
+        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        late = device.type in ASYNCHRONOUS
+        self._host = _memory(flat.numel(), flat.dtype, device).copy_(flat, non_blocking=late)
+        if late:
+            self._event = torch.get_device_module(device).Event()
+            self._event.record()
+
+    def wait(self) -> list[NDArray[Any]]:
+        """The tensors' bits as words, in their shapes; blocking."""
+        if self._event is not None:
+            self._event.synchronize()
+        ends = [*accumulate(map(_volume, self._shapes))]
+        words = np.split(as_words(self._host), ends[:-1])
+        return [part.reshape(shape) for part, shape in zip(words, self._shapes, strict=True)]
+
+
+def backward_in_this_thread() -> None:
+    """Make this thread run the backwards that it begins, also those of tensors on devices; local.
+
+    Torch has one thread for all backwards of a device in a process, but what ranks do in turn is of one
+    thread, which virtual ranks have each for itself.
+    """
+    torch._C._set_multithreading_enabled(False)
+
+
+def to_host(parts: Sequence[torch.Tensor]) -> Descent:
+    """Start to copy tensors of one device and dtype, at least one, to the host; does not wait."""
+    if torch.is_autocast_enabled(kind := parts[0].device.type):
+        raise UnsupportedError(f"torch.autocast({kind!r}) of a split tensor is not exact yet: leave it off")
+    return Descent(parts)
+
+
+def from_host(
+    arrays: Iterable[NDArray[Any]], count: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors on a device of arrays of words, which hold ``count`` elements together and are read in order.
+
+    Each array may change as soon as the next one is asked for, as those of a segment do.
+    """
+    host, shapes, at = _memory(count, dtype, device), list[tuple[int, ...]](), 0
+    words = as_words(host)
+    for array in arrays:
+        words[at : at + array.size].reshape(array.shape)[...] = array
+        shapes.append(array.shape)
+        at += array.size
+    there = torch.empty(count, dtype=dtype, device=device)
+    there.copy_(host, non_blocking=device.type in ASYNCHRONOUS)
+    parts = there.split([*map(_volume, shapes)])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Torch keeps pinned memory for its next user, but not before the device has read it.
+    return torch.empty(count, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))

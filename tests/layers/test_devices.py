@@ -1,0 +1,246 @@
+"""Split tensors on a device: the numbers of one process; edges, statistics and gradients come down."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import (
+    ConfigurationError,
+    DistdlError,
+    GradientSync,
+    Machine,
+    ShapeError,
+    UnsupportedError,
+    distribute,
+    shard,
+)
+from distdl_rma.layers import DistributedMaxPool2d, staging
+from tests.fake_device import NAME, counted, needs_fake_device, register
+
+pytestmark = [
+    pytest.mark.mpi,
+    needs_fake_device,
+    # Of torch's own kernel of a squared error on a device made of Python.
+    pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
+]
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+UP = {1: "linear", 2: "bilinear", 3: "trilinear"}
+POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+NORM = {
+    "batch": {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d},
+    "instance": {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d},
+}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    # Copies without a wait for them are garbage.
+    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
+    return register()
+
+
+class UNet(nn.Module):
+    def __init__(self, dims, norm, drops=0.0):
+        super().__init__()
+
+        def block(a, b):
+            made = nn.GroupNorm(2, b) if norm == "group" else NORM[norm][dims](b, affine=True)
+            return nn.Sequential(CONV[dims](a, b, 3, padding=1), made, nn.ReLU())
+
+        self.first, self.pool, self.low = block(2, 4), POOL[dims](2), block(4, 4)
+        self.up = nn.Upsample(scale_factor=2, mode=UP[dims])
+        self.last = nn.Sequential(block(8, 4), nn.Dropout(drops), CONV[dims](4, 1, 1))
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(torch.cat([y, self.up(self.low(self.pool(y)))], 1))
+
+
+def on(device, model):
+    # A deep copy, made on the host.
+    return copy.deepcopy(model).to(device)
+
+
+def batch(dims, step):
+    source = torch.Generator().manual_seed(step)
+    space = (16, 12, 8)[:dims]
+    return (torch.rand(2, n, *space, generator=source, dtype=torch.float64) for n in (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("dims", "norm"), [(2, "batch"), (2, "group"), (2, "instance"), (1, "batch"), (3, "group")]
+)
+def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monkeypatch, dims, norm):
+    torch.manual_seed(1)
+    alone = UNet(dims, norm).double()
+    split = distribute(on(device, alone), {"DHW"[3 - dims]: -1})
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (alone, split)]
+    for step in range(3):
+        # The last step copies as to and from a device without asynchronous copies.
+        monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME} if step < 2 else set())
+        x, wanted = batch(dims, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        y, expected = split(x.to(device)), alone(x)
+        torch.testing.assert_close(y.full_tensor().cpu(), expected)
+        F.mse_loss(expected, wanted).backward()
+        loss = F.mse_loss(y, wanted.to(device))
+        loss.backward()
+        assert y.device == loss.device == device
+        for p, other in zip(split.parameters(), alone.parameters(), strict=True):
+            assert p.device == p.grad.device == device
+            torch.testing.assert_close(p.grad.cpu(), other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(split.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert one.device == device
+        torch.testing.assert_close(one.cpu(), other)
+    split.distributed.close()
+
+
+def test_only_edges_statistics_and_gradients_come_down(P_world, comm, device):
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3, padding=1)
+    ).double()
+    split = distribute(model.to(device), {"H": -1})
+    for step in range(3):
+        with counted() as moved:
+            x, wanted = (each.to(device) for each in batch(2, step))
+            F.mse_loss(split(x), wanted).backward()
+    word, neighbours = 8, (comm.rank > 0) + (comm.rank < comm.size - 1)
+    # Of both convolutions forward; the input needs no gradient, so that one edge goes back.
+    edges = neighbours * 2 * 12 * (2 + 4 + 4)
+    statistics = 2 * 2 * 4  # two of each channel, forward and back
+    weights = 2 * 4  # of the norm, whose factors are computed in double precision
+    number = sum(p.numel() for p in split.parameters())
+    assert split[0].weight.grad.device == device
+    # Some elements of what every rank has whole, the input and what is wanted, which ranks compare.
+    sampled = sum(len(range(0, n, n // 256)) for n in (x.numel(), wanted.numel()))
+    loss = 1
+    assert moved.down_nbytes == word * (edges + statistics + weights + number + sampled + loss)
+    assert moved.downs <= 3 + 2 + 2 + 2 + 2
+    split.distributed.close()
+
+
+def test_functions_of_split_tensors_leave_them_on_their_device(P_world, device):
+    whole = torch.rand(2, 4, 9, 6, dtype=torch.float64)
+    x = shard({"H": -1}, whole.to(device))
+    w = whole.detach().requires_grad_()
+    x.requires_grad_()
+
+    def of(a, like):
+        return [
+            a.mean(),
+            a.sum(2),
+            a.var((0, 2, 3)),
+            a.amax(2),
+            a.max(),
+            a.norm(),
+            torch.cat([a, a * 2], 2)[:, :, 3:11],
+            a[:, 1:3, ::2],
+            a.transpose(1, 2).reshape(2, 9, -1),
+            a.softmax(2),
+            F.avg_pool2d(a, 3, 2, 1),
+            F.max_pool2d(a, 3, 1, 1),
+            F.adaptive_avg_pool2d(a, 3),
+            F.adaptive_max_pool2d(a, 2),
+            F.interpolate(a, scale_factor=(1.7, 2.0), mode="bilinear"),
+            F.interpolate(a, (5, 4), mode="nearest"),
+            F.pad(a, (1, 1, 2, 2), "reflect"),
+            F.layer_norm(a, (9, 6)),
+            F.cross_entropy(a, (like * 3).long()[:, 0].to(a.device)),
+            F.l1_loss(a, like.to(a.device)),
+            a.where(a > 0.5, a.new_zeros(())),
+            a.cumsum(2),
+        ]
+
+    found, wanted = of(x, whole), of(w, whole)
+    for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.device == device, at
+        torch.testing.assert_close(one.full_tensor().cpu(), other, msg=lambda text, n=at: f"{n}: {text}")
+    sum(one.square().sum() for one in found).backward()
+    sum(other.square().sum() for other in wanted).backward()
+    assert x.grad.device == device
+    torch.testing.assert_close(x.grad.full_tensor().cpu(), w.grad)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.3), nn.Dropout2d(0.5), nn.AlphaDropout(0.2)])
+def test_draws_on_a_device_are_those_of_the_host(P_world, device, drop):
+    whole = torch.rand(2, 4, 9, 6, dtype=torch.float64)
+    torch.manual_seed(5)
+    here = drop(shard({"H": -1}, whole)).full_tensor()
+    torch.manual_seed(5)
+    there = drop(shard({"H": -1}, whole.to(device))).full_tensor()
+    assert torch.equal(here, there.cpu())
+
+
+def test_tensors_move_between_cuts_on_the_device(P_world, comm, device):
+    whole = torch.rand(3, 2, 7, 5).to(torch.bfloat16)
+    x = shard({"H": -1}, whole.to(device))
+    y = x.redistribute(None, None, None, 3)
+    assert (x.device, y.device, y.to_local().device) == (device,) * 3
+    assert torch.equal(y.full_tensor().cpu(), whole)
+
+
+def test_gradients_of_a_plain_model_are_summed_on_the_device(P_world, comm, device):
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
+    sync = GradientSync(model, P_world)
+    alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    alone.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+    parts = torch.rand(comm.size, 5, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model.zero_grad()
+        model(parts[comm.rank].to(device)).square().sum().backward()
+    alone(parts.flatten(0, 1)).square().sum().backward()
+    for p, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert p.grad.device == device
+        torch.testing.assert_close(p.grad.cpu(), other.grad)
+    norm = sync.clip_grad_norm_(0.1)
+    torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
+    torch.testing.assert_close(model[0].weight.grad.cpu(), alone[0].weight.grad)
+    sync.close()
+
+
+def test_an_input_on_another_device_than_the_model_is_refused_with_both_names(P_world, comm, device):
+    split = distribute(nn.Conv2d(1, 1, 3, padding=1).to(device), {"H": -1})
+    x = torch.rand(1, 1, 12, 4)
+    with pytest.raises(ShapeError, match=rf"is on cpu, but the model is on {NAME}:0"):
+        split(x)
+    # On one rank only.
+    with pytest.raises(DistdlError, match=f"{NAME}:0"):
+        split(x if comm.rank == comm.size - 1 else x.to(device))
+    assert split(x.to(device)).device == device
+    split.distributed.close()
+
+
+def test_a_model_on_two_devices_is_refused_on_all_ranks(P_world, comm, device):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if comm.rank == 0:
+        model[1].to(device)
+    with pytest.raises(ConfigurationError, match=r"'1.weight' is on fake:0, but others are on cpu"):
+        distribute(model, {"H": -1})
+    if comm.rank == 0:
+        model[0].to(device)
+    with pytest.raises(ConfigurationError, match="device"):
+        distribute(model, {"H": -1})
+
+
+def test_layers_with_explicit_partitions_say_that_they_are_on_the_cpu(P_world, device):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    with pytest.raises(ShapeError, match=rf"device {NAME}:0, wanted a tensor on the CPU"):
+        DistributedMaxPool2d(P_x, 2)(torch.rand(1, 1, 2, 2).to(device))
+
+
+def test_autocast_of_the_device_is_refused(P_world, device):
+    split = distribute(nn.Conv2d(1, 1, 3, padding=1).to(device), {"H": -1})
+    with torch.autocast(NAME, torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
+        split(torch.rand(1, 1, 12, 4).to(device))
+    split.distributed.close()
+    assert Machine.of(P_world)
