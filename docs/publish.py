@@ -20,6 +20,7 @@ import shutil
 import sys
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import distdl_rma
 
@@ -102,8 +103,10 @@ def main(folder: str) -> int:
     built = site / version()[0]
     shutil.rmtree(built, ignore_errors=True)
     # A fresh environment: pages that are kept would keep their warnings to themselves.
-    options = "--conf-dir docs --fresh-env --fail-on-warning --quiet --doctree-dir"
-    if status := build_main([*options.split(), str(site / ".doctrees"), str(ROOT), str(built)]):
+    with TemporaryDirectory() as trees:
+        options = f"--conf-dir docs --fresh-env --fail-on-warning --quiet --doctree-dir {trees}"
+        status = build_main([*options.split(), str(ROOT), str(built)])
+    if status:
         return status
     index(site)
     return verify.main(folder, built.name)

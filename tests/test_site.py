@@ -190,7 +190,7 @@ def test_the_search_finds_entries_then_titles_and_names_then_words(query, places
 
 def test_words_that_lead_to_a_heading_stand_below_it():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    comments = {path: re.findall(r"^(.*)\n\n<!-- (.*) -->\n\n", path.read_text(), re.M) for path in pages}
+    comments = {path: re.findall(r"(?ms)^([^\n]*)\n\n<!-- (.*?) -->\n\n", path.read_text()) for path in pages}
     words = [(heading, text) for found in comments.values() for heading, text in found if "search" in text]
     assert len(words) == sum(path.read_text().count("\n<!-- search") for path in pages) > 10
     for heading, text in words:

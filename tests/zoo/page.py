@@ -20,6 +20,8 @@ CUTS = {"H": "rows", "W": "columns", "N": "samples"}
 WIDTH = 139
 HEAD = """# Public models that were tried
 
+<!-- search: supported models, transformers, hugging face, monai, timm, torchvision, diffusers -->
+
 Written by `python -m tests.zoo`, in an environment with `pip install -e '.[mpich,test,zoo]'`; names of
 packages or models choose rows. Each model runs a training step on 2 ranks, beside the same model alone,
 with torch {torch}. [`compare`](convert.md#is-it-right) compares outputs of all modules, the loss, all
