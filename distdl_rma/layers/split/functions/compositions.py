@@ -22,7 +22,7 @@ from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.losses import finished
 from distdl_rma.layers.split.operands import composition, of_cut
-from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
 
 
 @checked_rule("norm", F.cosine_similarity)
@@ -41,6 +41,20 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
         return found + (eps - found.detach()).clamp(min=0)
 
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
+
+
+@checked_rule("norm", "renorm")
+@composition
+def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+    """Norms, combined over the ranks if slices are cut, then factors."""
+    if x._layout.cut_dims == (dim % x.dim(),):
+        return SplitTensor(torch.renorm(checked_block(x), p, dim, maxnorm), x._layout)
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm
+    # As in torch, what is no longer than that is in no gradient: its norm may be NaN.
+    norm = torch.linalg.vector_norm(torch.where(is_long, x, 0), p, others, True, dtype=wide)
+    return x * torch.where(is_long, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
 
 
 @checked_rule("reduction", torch.Tensor.__contains__)

@@ -90,7 +90,7 @@ _OF_ALL: dict[str, list[Any]] = {
     "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
     "loss": [F.multi_margin_loss, F.multilabel_margin_loss],
     "movement": [
-        *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted renorm".split(),
+        *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted".split(),
         *(torch.block_diag, torch.cartesian_prod, torch.combinations),
     ],
     "contraction": [
