@@ -92,8 +92,9 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
         Of a path it also has ``axes``, the names of dimensions such as ``("c", "z", "y", "x")``; ``spacing``
         and ``origin``, a number for each, so that element ``i`` lies at ``origin + spacing * i``; and
         ``units``, such as ``"micrometer"`` or None for each. Each of the four is None where the file does not
-        say it, and a ``spacing`` is 1.0 for dimensions that have none. OME-Zarr, NIfTI, OME-TIFF and ImageJ
-        say all of it, Zarr, HDF5 and NetCDF the names, and the others if :func:`create_array` wrote them.
+        say it, and a ``spacing`` is 1.0 for dimensions that have none. OME-Zarr and NIfTI say all of it,
+        OME-TIFF and ImageJ all but the origin, Zarr, HDF5 and NetCDF the names; and the others if
+        :func:`create_array` wrote them.
 
     Raises
     ------
