@@ -157,7 +157,9 @@ def predict(
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(processes, sink if y is None else y, plan, key, made_as(plan, job.source, chunks)) as (
+            _opened(
+                processes, sink if y is None else y, plan, key, made_as(plan, job.source, sink, chunks)
+            ) as (
                 results,
                 begin,
             ),
