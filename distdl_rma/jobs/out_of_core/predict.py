@@ -161,7 +161,7 @@ def predict(
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
             _opened(
-                processes, sink if y is None else y, plan, key, made_as(plan, job.source, chunks)
+                processes, sink if y is None else y, plan, key, made_as(plan, job.source, sink, chunks)
             ) as results,
             _shown(plan, results.begin, progress and processes.first) as advance,
         ):

@@ -76,17 +76,19 @@ def key_of(plan: Plan, digest: str, source: Any) -> str:
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-def made_as(plan: Plan, source: Any, chunks: Sequence[int] | None) -> dict[str, Any]:
+def made_as(plan: Plan, source: Any, sink: Any, chunks: Sequence[int] | None) -> dict[str, Any]:
     """Keywords that a new file for the result gets: its chunks, and what the source says of its axes; local.
 
     The last extents are those of the source, else its spacing is not that of the result. A source that has no
-    channels says nothing of them. Chunks that are not given for the first dimensions are 1 there.
+    channels says nothing of them. Chunks that are not given for the first dimensions are 1 there. A file of
+    numpy has no place for axes.
     """
     made: dict[str, Any] = {}
     dims, spatial = len(plan.result), plan.form.spatial
     if chunks is not None:
         made["chunks"] = (*(1 for _ in range(dims - len(chunks))), *chunks)
-    if plan.result[-spatial:] == plan.source[-spatial:]:
+    has_place = isinstance(sink, (str, os.PathLike)) and Path(sink).suffix.lower() != ".npy"
+    if has_place and plan.result[-spatial:] == plan.source[-spatial:]:
         for name, filled in _OF_AXES.items():
             if (values := getattr(source, name, None)) is not None:
                 made[name] = tuple([*[filled] * dims, *values][-dims:])

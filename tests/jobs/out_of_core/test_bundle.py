@@ -125,6 +125,8 @@ def test_ranks_share_the_volume_and_have_equal_numbers_of_the_whole(tmp_path):
     program = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma"]
     done = completed([*mpiexec(2), *program, *predicted(tmp_path, "--raw")])
     assert done.returncode == 0, done.stderr
+    again = completed([*mpiexec(2), *program, *predicted(tmp_path), "--bundle", str(tmp_path)])
+    assert again.returncode == 1 and again.stderr.count("is no bundle of MONAI") == 1
     np.testing.assert_allclose(
         np.load(tmp_path / "y.npy"), by_monai(tmp_path, model, []), rtol=1e-4, atol=1e-5
     )

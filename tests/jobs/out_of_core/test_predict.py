@@ -646,11 +646,13 @@ def test_a_new_file_gets_what_the_source_says_of_its_axes(tmp_path, monkeypatch)
 
     monkeypatch.setattr("distdl_rma.jobs.out_of_core.results.array_of_one", array_of_one)
     x = np.ones((40, 30), np.float32).view(Measured)
-    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "three.npy")
-    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "one.npy", post=lambda y: y.argmax(1))
-    predict(nn.Conv2d(1, 3, 3), x, tmp_path / "smaller.npy")
+    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "three.h5")
+    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "one.h5", post=lambda y: y.argmax(1))
+    predict(nn.Conv2d(1, 3, 3), x, tmp_path / "smaller.h5")
+    predict(nn.Conv2d(1, 3, 1), x, tmp_path / "without.npy")
     assert made == [
         {"axes": ("c", "y", "x"), "spacing": (1.0, 0.5, 0.25)},
         {"axes": ("y", "x"), "spacing": (0.5, 0.25)},
+        {},
         {},
     ]
