@@ -1,6 +1,7 @@
 """Prediction slab by slab against the whole in memory, and against a sliding window; on the first rank alone.
 
-``PREDICT_BENCH_SIDE=512`` makes images of 2,048 squared, and volumes, smaller.
+``PREDICT_BENCH_SIDE=512`` makes images of 2,048 squared, and volumes, smaller. A job of two ranks measures
+what the second one saves.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from torch import nn
 
-from benchmarks.measure import COMM, Row, compare
+from benchmarks.measure import COMM, Row, compare, timed
 from benchmarks.memory import peak_kib
 from benchmarks.unet import Layers, UNet
-from distdl_rma import Machine, plan_prediction, predict
+from distdl_rma import Machine, Source, plan_prediction, predict
 
 SIDE = int(os.environ.get("PREDICT_BENCH_SIDE", "2048"))
 SLABS, CLASSES = 8, 100
 # Of the prediction of a volume: less than a fifth of what a sliding window needs for it.
 MEMORY = "640MiB"
+# Of that of a volume of ``SIDE // 16 * 3`` cubed.
+CUBE_MEMORY = "1536MiB"
 # Of a prediction of small images.
 LEAST_NBYTES = 1 << 27
 # A call takes seconds.
@@ -33,14 +38,16 @@ REPETITIONS = 11
 
 
 def rows(_machine: Machine) -> Iterator[Row]:
-    """2-D without statistics, 2-D with instance norm on disk, 3-D with many classes."""
+    """2-D without statistics, 2-D with instance norm on disk, 3-D with many classes, 3-D beside tiles."""
     if COMM.size > 1:
-        raise SystemExit("benchmarks predict: a job of one rank measures it")
+        yield from _on_ranks()
+        return
     folder = Path(tempfile.mkdtemp(prefix="predict-bench-", dir=os.environ.get("TMPDIR")))
     try:
         yield _in_slabs(folder, "batch norm", nn.BatchNorm2d, 1.1)
         yield _in_slabs(folder, "instance norm, on disk", nn.InstanceNorm2d, 1.5)
         yield from _many_classes(folder)
+        yield from _beside_tiles(folder)
     finally:
         shutil.rmtree(folder)
 
@@ -99,6 +106,69 @@ def _many_classes(folder: Path) -> Iterator[Row]:
         for y in (np.load(folder / "classes.npy"), found["tiles"])
     ]
     yield Row(f"voxels of another class than in the whole, {what}", against, wrong[0], 0, wrong[1], 0, 0, "%")
+
+
+def _cube(
+    side: int, norm: Callable[..., nn.Module] = nn.InstanceNorm3d
+) -> tuple[nn.Module, Source, list[int]]:
+    # A U-Net of 8 channels, a volume in chunks of 64 that are fetched whole, and the bytes of each fetch.
+    model = UNet(8, Layers(nn.Conv3d, norm, nn.MaxPool3d, nn.ConvTranspose3d)).eval()
+    x = np.random.default_rng(0).standard_normal((side,) * 3, np.float32)
+    chunk, fetched = 64, list[int]()
+
+    def read(box: tuple[slice, ...]) -> Any:
+        ends = [(each.start // chunk * chunk, min(-(-each.stop // chunk) * chunk, side)) for each in box]
+        fetched.append(prod(b - a for a, b in ends) * x.itemsize)
+        return x[box]
+
+    return model, Source(x.shape, x.dtype, read, (chunk,) * 3), fetched
+
+
+def _beside_tiles(folder: Path) -> Iterator[Row]:
+    # One call of each: a call takes minutes.
+    side = SIDE // 16 * 3
+    model, source, fetched = _cube(side)
+    window: Any = import_module("monai.inferers").SlidingWindowInferer(roi_size=(96, 96, 96), overlap=0.25)
+    found, out = dict[str, torch.Tensor](), folder / "cube.npy"
+    seconds = dict[str, float]()
+
+    def ours() -> None:
+        seconds["ours"] = timed(
+            lambda: predict(model, source, out, memory=CUBE_MEMORY, post=_classes, scratch=folder), 1
+        )
+
+    @torch.no_grad()
+    def tiles() -> None:
+        whole = torch.from_numpy(source[(slice(0, side),) * 3])[None, None]
+        seconds["tiles"] = timed(lambda: found.update(tiles=_classes(window(whole, model))), 1)
+
+    mine, theirs = (peak_kib(each, steps=1) / 1024 for each in (ours, tiles))
+    plan = plan_prediction(model, source, memory=CUBE_MEMORY, post=_classes, scratch=folder)
+    what, against = f"3-D U-Net, width 8, instance norm, {side} cubed", "MONAI's sliding window"
+    times = (1e6 * seconds[name] for name in ("ours", "tiles"))
+    yield Row(what, against, next(times), 0, next(times), 0, 1.0)
+    yield Row(f"peak memory, {what}", against, mine, 0, theirs, 0, 0.2, "MiB")
+    yield Row(f"peak memory, {what}", "the memory that is allowed", mine, 0, 1536, 0, 1.0, "MiB")
+    reads = sum(fetched[:-1]) / np.prod(source.shape) / 4
+    yield Row(f"bytes of the source, {what}", "by tiles", reads, 0, plan.tile_reads, 0, None, "x")
+
+
+def _on_ranks() -> Iterator[Row]:
+    # Both with one thread for a rank.
+    side = SIDE // 16
+    for norm in (nn.BatchNorm3d, nn.InstanceNorm3d):
+        model, source, _ = _cube(side, norm)
+        how = {"grid": {"D": SLABS}, "memory": CUBE_MEMORY, "post": _classes}
+
+        def alone(how: Any = how, model: Any = model, source: Any = source) -> None:
+            if COMM.rank == 0:
+                predict(model, source, comm=MPI.COMM_SELF, **how)
+
+        def together(how: Any = how, model: Any = model, source: Any = source) -> None:
+            predict(model, source, **how)
+
+        what = f"3-D U-Net, width 8, {norm.__name__}, {side} cubed, on {COMM.size} ranks"
+        yield compare(what, together, alone, against="a rank alone", target=1 / 1.7, repetitions=3)
 
 
 def _classes(y: torch.Tensor) -> torch.Tensor:

@@ -73,8 +73,6 @@ _PARTS = 4
 # A sliding window, as its users set it.
 _ROI, _OVERLAP = 96, 0.25
 
-Intervals = Sequence[tuple[int, int]]
-
 
 @dataclass(frozen=True)
 class Form:
@@ -113,13 +111,6 @@ class Form:
         """Where a box of an input lies in the source."""
         leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
-
-    def intervals(self, shape: Sequence[int], spatial: Sequence[Intervals]) -> list[Intervals]:
-        """Intervals of all dimensions of the source, by those in space, of boxes of all samples."""
-        samples = range(0, shape[0], self.together) if self.has_batch else ()
-        batch = [[(n, n + self.together) for n in samples]] if self.has_batch else []
-        channels: list[Intervals] = [[(0, shape[self.has_batch])]] if self.has_channels else []
-        return [*batch, *channels, *spatial]
 
 
 def _spatial_dims(model: nn.Module) -> int | None:
@@ -290,9 +281,14 @@ def planned(
     def needs(each: Sequence[int], keeps: bool, ahead: bool) -> float:
         return costs.running(each) + costs.ahead(each) + costs.source_nbytes(each, samples, keeps, ahead)
 
-    how = ((each, *how) for how in ((True, True), (False, True), (False, False)) for each in choices)
-    smallest = min(choices, key=costs.running), False, False
-    chosen, keeps, ahead = next((each for each in how if needs(*each) <= usable), smallest)
+    kinds = (True, True), (False, True), (False, False)
+    how = ((each, *kind) for kind in kinds for each in choices)
+    chosen, keeps, ahead = next((each for each in how if needs(*each) <= usable), (None, False, False))
+    if chosen is None:
+        # Less waits in memory then.
+        chosen = min(choices, key=costs.running)
+        most = usable + costs.ahead(chosen)
+        keeps, ahead = next((kind for kind in kinds if needs(chosen, *kind) <= most), kinds[-1])
     forward = costs.running(chosen) + costs.source_nbytes(chosen, samples, keeps, ahead)
     if forward > usable:
         slabs = "this grid" if blocks is not None else f"the smallest of up to {len(choices)} slabs"
@@ -321,13 +317,15 @@ def planned(
     unit = costs.chunk if keeps and prod(chosen) == chosen[dim] and costs.cuts_chunks(chosen) else 1
     ends = [0, *(min(-(-stop // unit) * unit, sample[dim]) for _, stop in rows[dim - _LEADING])]
     rows[dim - _LEADING] = [*pairwise(ends)]
+    batch = [(n, n + form.together) for n in range(0, samples, form.together)]
+    leading = [*[batch] * form.has_batch, *[[(0, sample[1])]] * form.has_channels]
     return Plan(
         shape, result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits), waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk),
-        fetched_of(source, form.intervals(shape, rows)), costs.source_nbytes(chosen, samples, keeps, ahead),
+        fetched_of(source, [*leading, *rows]), costs.source_nbytes(chosen, samples, keeps, ahead),
         tuple(each[0][1] for each in tiles),
         prod(sum(b - a for a, b in each) / n for each, n in zip(tiles, sample[_LEADING:], strict=True)),
-        fetched_of(source, form.intervals(shape, tiles)), chunks, unit,
+        fetched_of(source, [*leading, *tiles]), chunks, unit,
         int(costs.messages + resident), int(idle), form,
     )  # fmt: skip
 
