@@ -69,10 +69,17 @@ def backward_in_this_thread() -> None:
     torch._C._set_multithreading_enabled(False)
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ``UnsupportedError`` within autocast of a device, which rules do not know."""
+    if device.type != "cpu" and torch.is_autocast_enabled(device.type):
+        raise UnsupportedError(
+            f"torch.autocast({device.type!r}) of split tensors is not exact yet: leave it off"
+        )
+
+
 def to_host(parts: Sequence[torch.Tensor]) -> Descent:
     """Start to copy tensors of one device and dtype, at least one, to the host; does not wait."""
-    if torch.is_autocast_enabled(kind := parts[0].device.type):
-        raise UnsupportedError(f"torch.autocast({kind!r}) of a split tensor is not exact yet: leave it off")
+    refuse_autocast(parts[0].device)
     return Descent(parts)
 
 

@@ -356,6 +356,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _drifted(machine: Machine, held: Mapping[str, torch.Tensor]) -> list[str]:
     # Names of tensors that differ between ranks.
-    mine = {name: fingerprint(as_words(x.detach().contiguous()).tobytes()) for name, x in held.items()}
+    mine = {name: fingerprint(as_words(x.detach().cpu().contiguous()).tobytes()) for name, x in held.items()}
     everyone = gather_words(machine.segments, mine, "compare (state of the ranks)").values()
     return [name for name in held if len({each.get(name) for each in everyone}) > 1]

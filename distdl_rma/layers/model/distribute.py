@@ -72,6 +72,7 @@ from distdl_rma.layers.split.layout import balanced, described
 from distdl_rma.layers.split.plain_operands import beside
 from distdl_rma.layers.split.shard import Grid, shard
 from distdl_rma.layers.split.tensor import SplitTensor
+from distdl_rma.layers.staging import refuse_autocast
 from distdl_rma.layers.sync.gradient_groups import Owner
 from distdl_rma.layers.sync.gradients import GradientSync
 from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_on_one_device
@@ -286,6 +287,8 @@ class Distributed:
                 problem = f"{what} is on {x.device}, but the model is on {self._first.device}"
             if problem:
                 raise ShapeError(f"{self._name}: {problem}")
+            if not x.is_cpu:
+                refuse_autocast(x.device)
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
                 return shard(partition, x)
             layout = balanced(partition, x.shape)

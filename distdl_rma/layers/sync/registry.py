@@ -323,7 +323,7 @@ def not_on_one_device(module: nn.Module) -> str:
         if isinstance(x, UninitializedParameter) or first is None:
             continue
         if x.is_meta:
-            return f"{name!r} has no memory: to_empty(device='cpu'), then fill it"
+            return f"{name!r} is on the device meta, without memory: to_empty(device='cpu'), then fill it"
         if x.device != first.device:
             return (
                 f"{name!r} is on {x.device}, but others are on {first.device}: move the model to one device"
