@@ -106,7 +106,7 @@ def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_pat
     assert """return {}["weights"]""" in done.stderr
     assert done.stderr.count("ArgumentError: predict: mine:raises raises KeyError: 'weights'\n") == 1
     want, options = saved_input(tmp_path, 40), ["mine:make", "--in", "x.npy", "--grid", "3x1"]
-    for others, lines in (([], 6), (["--out", "y.npy", "--quiet"], 0)):
+    for others, lines in (([], 8), (["--out", "y.npy", "--quiet"], 0)):
         program = ("-m", "mpi4py", "-m", "distdl_rma", "predict")
         done = command(tmp_path, *options, *others, ranks=2, program=program)
         assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
