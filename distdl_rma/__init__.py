@@ -119,7 +119,12 @@ def __getattr__(name: str) -> Any:
         return getattr(sys.modules["opt_einsum.backends.torch"], name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = import_module(f"{__name__}.{_HOMES[name]}")
+    except AttributeError as error:
+        # Python would say that the name is missing, in place of what is: often something of this torch.
+        raise ImportError(f"cannot import {name!r} from {__name__!r}: {error}") from error
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
+from distdl_rma.jobs.out_of_core.allocator import free_buffers
 from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
 from distdl_rma.layers.dtypes import SHOWN, memory_moves
@@ -208,6 +209,8 @@ class Pages:
         if rank not in self._made or rank in self._waiting:
             return
         self._waits(rank, module_path())
+        if self._moves:
+            free_buffers()
         self._running = rank
         blocks = self._waiting[rank] = self._blocks_of(rank)
         nbytes = sum(block.nbytes for block in blocks)

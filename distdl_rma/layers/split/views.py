@@ -136,11 +136,11 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Torch's ``Function.apply``, whose function may change split tensors in place (``ctx.mark_dirty``)."""
     given = {id(x): x for x in (*args, *kwargs.values()) if isinstance(x, SplitTensor)}
     if not given or not torch.is_grad_enabled():
-        return _APPLY(function, *args, **kwargs)
+        return _APPLY.__get__(None, function)(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         before = [(into_graph(x), open_port(x)) for x in given.values()]
     try:
-        return _APPLY(function, *args, **kwargs)
+        return _APPLY.__get__(None, function)(*args, **kwargs)
     finally:
         with torch._C.DisableTorchFunctionSubclass():
             changed = [x for x, node in before if x.grad_fn is not node]
@@ -151,6 +151,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
                 end_change(into_graph(x, changed=True))
 
 
-_APPLY: Any = vars(torch.autograd.Function)["apply"].__func__
+# A class method of Python, and of C since torch 2.14.
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
 # Torch has no hook for calls of autograd functions, which know nothing of split tensors.
 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
