@@ -91,7 +91,7 @@ def predict(
         of the model's parameters; other elements come as they are if the model takes them, else as floats.
     sink
         A path of a new file, as for :func:`create_array`; or anything of the right shape and dtype that takes
-        ``sink[box] = array``; None to return a tensor.
+        ``sink[box] = array``, of which that of the first process gets all boxes; None to return a tensor.
     memory
         What each process may need beside the memory that it has already, for slabs, messages, what waits and
         a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.

@@ -38,14 +38,17 @@ from distdl_rma.jobs.data.sinks import ArraySink, aligned, array_of_one
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
+from distdl_rma.layers.sources.dimensions import Dimensions, known, of_image
 from distdl_rma.layers.sources.hdf5 import hdf5_lock
 from distdl_rma.layers.sources.reading import label
 from distdl_rma.segments.mailbox import Address, Message
 
 Slices = tuple[slice, ...]
 _STATE = "state.json"
-# What sources may say of each of their axes, and what is said of channels where a source has none.
+# What sources may say of each of their axes, and what is said of channels of the result.
 _OF_AXES: dict[str, Any] = {"axes": "c", "spacing": 1.0, "units": None, "origin": 0.0}
+# Names of the last dimensions in an image of OME-Zarr, where the source has none that it takes.
+_SPACE = "zyx"
 
 
 def digest_of(model: nn.Module) -> str:
@@ -79,20 +82,38 @@ def key_of(plan: Plan, digest: str, source: Any) -> str:
 def made_as(plan: Plan, source: Any, sink: Any, chunks: Sequence[int] | None) -> dict[str, Any]:
     """Keywords that a new file for the result gets: its chunks, and what the source says of its axes; local.
 
-    The last extents are those of the source, else its spacing is not that of the result. A source that has no
-    channels says nothing of them. Chunks that are not given for the first dimensions are 1 there. A file of
-    numpy has no place for axes.
+    Chunks that are not given for the first dimensions are 1 there. A file of numpy has no place for axes.
     """
     made: dict[str, Any] = {}
-    dims, spatial = len(plan.result), plan.form.spatial
+    dims = len(plan.result)
     if chunks is not None:
+        if not isinstance(chunks, (tuple, list)):
+            raise ArgumentError(
+                f"predict: chunks= has an extent for each dimension, such as (64, 64), got {chunks!r}"
+            )
         made["chunks"] = (*(1 for _ in range(dims - len(chunks))), *chunks)
-    has_place = isinstance(sink, (str, os.PathLike)) and Path(sink).suffix.lower() != ".npy"
-    if has_place and plan.result[-spatial:] == plan.source[-spatial:]:
-        for name, filled in _OF_AXES.items():
-            if (values := getattr(source, name, None)) is not None:
-                made[name] = tuple([*[filled] * dims, *values][-dims:])
+    if isinstance(sink, (str, os.PathLike)) and not os.fspath(sink).lower().endswith(".npy"):
+        found = _dimensions(plan, source, os.fspath(sink).lower().endswith(".ome.zarr"))
+        made |= {name: values for name, values in found._asdict().items() if values is not None}
     return made
+
+
+def _dimensions(plan: Plan, source: Any, is_image: bool) -> Dimensions:
+    # Samples and space are those of the source, if they are as large; channels are other ones. What does not
+    # fit is left out: a prediction does not fail by the names of axes.
+    dims, spatial, samples = len(plan.result), plan.form.spatial, int(plan.form.has_batch)
+    channels, said = dims - spatial - samples, dict[str, Any]()
+    if channels in (0, 1) and plan.result[-spatial:] == plan.source[-spatial:]:
+        for name, of_channels in _OF_AXES.items():
+            if (values := getattr(source, name, None)) is not None:
+                said[name] = (*values[:samples], *[of_channels] * channels, *values[-spatial:])
+    found = known(dims, **said)
+    if is_image:
+        usual = (*"t" * samples, *"c" * channels, *_SPACE[-spatial:])
+        for axes in (found.axes or usual, usual):
+            with suppress(ArgumentError):
+                return of_image(found._replace(axes=axes), dims)
+    return found
 
 
 @contextmanager
@@ -197,7 +218,7 @@ class Results:
 
     def join(self, hosts: int) -> None:
         """Write the boxes of this process from now on, as those of all ``hosts`` do; local."""
-        if self._file is not None:
+        if self._file is not None and self.begin.sample < self._plan.samples:
             with of_disk(label(self._sink)):
                 self._file.reopen(hosts)
             self.writes = True

@@ -126,7 +126,11 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
                 f" that is sliced like an array, got a {type(source).__name__!r}"
             )
         return source
-    path, _, inner = os.fspath(source).partition("::")
+    text = os.fspath(source)
+    # The address of a server may have colons, between brackets.
+    host = text.find("]") + 1 if "://[" in text else 0
+    path, _, inner = text[host:].partition("::")
+    path = text[:host] + path
     if path.startswith("file://"):
         path = url2pathname(urlsplit(path).path)
     if inner and name is not None:

@@ -109,8 +109,11 @@ def _of_fsspec(zarr: Any, files: Any, place: str) -> Any:
 
 def _zip_store(zarr: Any, path: str) -> tuple[Any, str]:
     # Whoever zips a folder may zip it with its name, so that the hierarchy begins there.
-    with opened(path) as file, ZipFile(file) as archive:
-        members = archive.infolist()
+    with opened(path) as file:
+        # An error of a server is one, and no sign of another kind of file, for which ``zipfile`` takes it.
+        file.read(1)
+        with ZipFile(file) as archive:
+            members = archive.infolist()
     places = (each.filename.rpartition("/") for each in members)
     homes = [home for home, _, last in places if last in _NODES]
     # A zip of several hierarchies has a name for each.
