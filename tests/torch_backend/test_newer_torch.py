@@ -23,6 +23,10 @@ dist.all_reduce(x)
 for backend in ("rma", "cpu:rma"):
     y, group = torch.ones(100_000, dtype=torch.bfloat16), dist.new_group(backend=backend)
     dist.all_reduce(y, group=group, async_op=True).get_future().wait()
+from distdl_rma import distribute
+model = distribute(torch.nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+model(torch.ones(1, 1, 6, 4)).mean().backward()
+assert model.bias.grad.item() == 1
 # In one piece: the ranks share a line.
 print(f"{x.tolist()} {y[-1].item()} {dist.get_backend()}\\n", end="", flush=True)
 dist.destroy_process_group()
