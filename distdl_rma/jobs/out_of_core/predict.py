@@ -137,7 +137,8 @@ def predict(
     A process that is killed leaves ``path.part`` and ``path.progress`` of a sink that is a path. The next
     call with the same model, source and slabs goes on, on any number of processes: in one pass at the first
     slab that was not written, otherwise from the first slab of the sample, without writing again what is
-    written. ``post`` is not compared with that of the earlier call, and by its name only between processes.
+    written. ``post`` is not compared with that of the earlier call, and by its name only between processes;
+    of a Zarr array on a server, which is many files, only the shape is.
 
     Examples
     --------

@@ -41,6 +41,7 @@ from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_image
 from distdl_rma.layers.sources.hdf5 import hdf5_lock
 from distdl_rma.layers.sources.reading import label
+from distdl_rma.layers.sources.zarr_nodes import store_of
 from distdl_rma.segments.mailbox import Address, Message
 
 Slices = tuple[slice, ...]
@@ -68,15 +69,21 @@ def digest_of(model: nn.Module) -> str:
 def key_of(plan: Plan, digest: str, source: Any) -> str:
     """Hash of what determines a prediction, but for the values of the source; local.
 
-    Of a file, size and time of its last change stand for its values.
+    Of a file, size and time of its last change stand for its values, and of one of a server what that says.
     """
     facts: list[Any] = [plan.source, plan.result, str(plan.dtype), plan.splits, label(source), digest]
     # What is done to what is read.
     facts += getattr(source, "facts", ())
-    if (path := getattr(source, "path", None)) and Path(path).is_file():
-        at = Path(path).stat()
-        facts += [at.st_size, at.st_mtime_ns]
+    if (path := getattr(source, "path", None)) is not None:
+        facts += [getattr(source, "version", None), *_changes_of(Path(store_of(os.fspath(path))[0]))]
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _changes_of(path: Path) -> list[int]:
+    # Of a folder, whose chunks are files: when a folder in it has got another file for the last time.
+    if path.is_dir():
+        return [max(Path(home).stat().st_mtime_ns for home, *_ in os.walk(path))]
+    return [path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else []
 
 
 def made_as(plan: Plan, source: Any, sink: Any, chunks: Sequence[int] | None) -> dict[str, Any]:

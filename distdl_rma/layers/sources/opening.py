@@ -187,7 +187,7 @@ class FileSource:
         self.chunks = chunks_of(array)
         self.axes, self.spacing, self.origin, self.units = where
         # A Zarr array is many files, of which none has a version of all.
-        self._version = version_of(path) if is_url(path) and not kind.folder else None
+        self.version = version_of(path) if is_url(path) and not kind.folder else None
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
         """The box, as the library returns it; ``DataError`` if it fails, or a server's file has changed."""
@@ -204,13 +204,13 @@ class FileSource:
                     f"{self}: reading {text_of(box)} failed: {reason(error)}; if the file is damaged, copy or"
                     " write it again"
                 ) from error
-        if self._version is not None and version_of(self.path) != self._version:
+        if self.version is not None and version_of(self.path) != self.version:
             raise DataError(f"{self}: has changed on the server since it was opened: open it again")
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         # With the version of the first opening.
-        return open_array, (self.path, self.name), {"_version": self._version}
+        return open_array, (self.path, self.name), {"version": self.version}
 
     def __repr__(self) -> str:
         return self.path if self.name is None else f"{self.path}::{self.name}"
