@@ -90,6 +90,10 @@ REFUSED = [
     (["mine:make", "--out", "absent/y.npy"], "absent: not found"),
     ([], "name a model, as module:function, or a bundle"),
     (["mine:make", "--bundle", "b"], "name a model, as module:function, or a bundle"),
+    (["--nnunet", "n", "--bundle", "b"], "name a model, as module:function, or a bundle"),
+    (["mine:make", "--fold", "0"], "--fold is of --nnunet, --raw of --nnunet and --bundle"),
+    (["mine:make", "--raw"], "--fold is of --nnunet, --raw of --nnunet and --bundle"),
+    (["--nnunet", "n"], "n is no folder that nnU-Net has trained: plans.json"),
     (["--bundle", "b"], "b is no bundle of MONAI: it has none of"),
     (["mine:make", "--checkpoint", "absent.pt"], "absent.pt: not found"),
     (["mine:make", "--checkpoint", "runs"], "nor has it a complete one; there are some in best"),
@@ -132,7 +136,7 @@ def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_pat
     done = command(tmp_path, *options, "--checkpoint", "w.pth", ranks=2, program=program)
     assert done.returncode == 1 and done.stderr.count("DataError: w.pth: not found") == 1
     options[0] = "mine:other_weights"
-    for others, lines in (([], 6), (["--out", "y.npy", "--quiet"], 0)):
+    for others, lines in (([], 8), (["--out", "y.npy", "--quiet"], 0)):
         done = command(tmp_path, *options, *others, ranks=2, program=program)
         assert done.returncode == 0 and done.stdout.count("\n") == lines and not done.stderr
     torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), want, rtol=1e-4, atol=1e-5)
