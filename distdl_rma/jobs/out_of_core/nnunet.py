@@ -75,8 +75,6 @@ class TrainedFolder:
             networks = [
                 build(self._plans, chosen, channels, heads, enable_deep_supervision=False) for _ in weights
             ]
-        for path, network in zip(weights, networks, strict=True):
-            load_weights(path, network)
         self._source = Prepared.of(file, networks[0], (str(chosen.configuration), str(weights)))
         if self._source.shape[0] != channels:
             raise ShapeError(
@@ -85,6 +83,8 @@ class TrainedFolder:
             )
         self._order = self._checked_axes()
         self._check_spacing()
+        for path, network in zip(weights, networks, strict=True):
+            load_weights(path, network)
         self.model: nn.Module = _Turned(networks, self._order)
         order = labels.regions_class_order if labels.has_regions else None
         dtype = torch.uint8 if len(labels.foreground_labels) < _MOST_OF_BYTE else torch.uint16

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,20 +35,15 @@ _LEAST = torch.finfo(torch.float32).tiny
 def box_of_nonzero(source: Prepared, processes: Processes) -> Slices:
     """The box in space outside of which all channels are 0; collective, blocking. ``DataError`` if all is."""
 
-    def ends(box: Slices) -> list[list[float]]:
-        there = (source[box] != 0).any(0)
-        found = [[inf, -inf] for _ in box[1:]]
-        if there.any():
-            for d, each in enumerate(box[1:]):
-                rows = there.movedim(d, 0).flatten(1).any(1).nonzero() + each.start
-                found[d] = [int(rows.min()), int(rows.max()) + 1]
-        return found
+    def ends(box: Slices) -> list[torch.Tensor]:
+        places = (source[box] != 0).any(0).nonzero() + torch.tensor([each.start for each in box[1:]])
+        return [places.amin(0), places.amax(0) + 1] if len(places) else []
 
-    parts = np.array(of_boxes(source, processes, ends))
-    starts, stops = parts[..., 0].min(0), parts[..., 1].max(0)
-    if inf in starts:
+    found = [each for part in of_boxes(source, processes, ends) for each in part]
+    if not found:
         raise DataError(f"predict: {source.path}: all elements are 0")
-    return tuple(slice(int(a), int(b)) for a, b in zip(starts, stops, strict=True))
+    rows = torch.stack(found)
+    return tuple(map(slice, rows.amin(0).tolist(), rows.amax(0).tolist()))
 
 
 class _Zeros(NamedTuple):

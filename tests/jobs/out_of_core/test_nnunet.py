@@ -4,16 +4,17 @@ import json
 import re
 import shlex
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-from distdl_rma import open_array
+from distdl_rma import open_array, predict
 from distdl_rma.__main__ import main
 from distdl_rma.jobs.data.sinks import array_of_one
-from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder
+from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder, _labels
 from distdl_rma.jobs.out_of_core.nonzero import box_of_nonzero, with_mask
 from distdl_rma.jobs.out_of_core.prepared import Prepared
 from distdl_rma.jobs.out_of_core.processes import Processes
@@ -129,24 +130,53 @@ def written(folder, labels="labels", channels=1, **changes):
 
 
 @needs_nnunet
-@pytest.mark.parametrize(("labels", "folds"), [("labels", "0"), ("regions", "0,1")])
-def test_labels_are_those_of_nnunet_with_one_tile(tmp_path, labels, folds):
+@pytest.mark.parametrize(
+    ("labels", "folds", "out"),
+    [("labels", "0", "y.zarr"), ("regions", "0,1", "y.npy"), ("labels", "1", "y.h5")],
+)
+def test_labels_are_those_of_nnunet_with_one_tile(tmp_path, labels, folds, out):
     model = written(tmp_path, labels)
     program = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "predict", "--nnunet", str(model)]
     several = [] if "," in folds else ["--fold", folds]
-    files = ["--in", "scan.nii", "--out", "labels.zarr", "--grid", "3x1x1", "--chunks", "4x4x4", "--quiet"]
+    files = ["--in", "scan.nii", "--out", out, "--grid", "3x1x1", "--quiet"]
+    files += [] if out == "y.npy" else ["--chunks", "4x4x4"]
     for command in (
         [*mpiexec(2), *program, *several, *files],
         [sys.executable, "-c", BY_NNUNET, str(model), folds],
     ):
         done = completed(command, 200, tmp_path)
         assert done.returncode == 0, done.stderr
-    labels = open_array(tmp_path / "labels.zarr")
-    found, want = np.asarray(labels[:, :, :]).transpose(2, 1, 0), np.load(tmp_path / "own.npy")
+    result = open_array(tmp_path / out)
+    found, want = np.asarray(result[:, :, :]).transpose(2, 1, 0), np.load(tmp_path / "own.npy")
     assert found.shape == want.shape == (14, 13, 21) and set(np.unique(want)) == {0, 1, 2}
-    assert np.allclose(labels.spacing, (0.7, 0.8, 2.0))
+    assert out == "y.npy" or np.allclose(result.spacing, (0.7, 0.8, 2.0))
     # Logits are equal to rounding: a label may differ at a tie.
     assert np.mean(found != want) < 1e-3
+
+
+def test_an_error_is_one_line_of_all_ranks(tmp_path):
+    program = [
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        "distdl_rma",
+        "predict",
+        "--nnunet",
+        "absent",
+        "--in",
+        "x.nii",
+    ]
+    done = completed([*mpiexec(2), *program], 60, tmp_path)
+    assert done.returncode == 1 and done.stderr.count("absent is no folder that nnU-Net has trained") == 1
+
+
+def test_many_labels_are_of_16_bits(tmp_path):
+    torch.manual_seed(0)
+    model, x = torch.nn.Conv3d(1, 300, 1), torch.randn(1, 1, 9, 4, 5)
+    post = partial(_labels, None, torch.uint16)
+    found = predict(model, x, post=post, grid={"D": 3})
+    assert found.dtype == torch.uint16 and torch.equal(found.int(), model(x).argmax(1).int())
 
 
 SCHEMES = {
