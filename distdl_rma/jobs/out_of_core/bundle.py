@@ -23,12 +23,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.errors import DataError, UnsupportedError
 from distdl_rma.jobs.checkpoints.weights import load_weights
-from distdl_rma.jobs.out_of_core.plan import Form
-from distdl_rma.jobs.out_of_core.prepared import Prepared, normalised, scaled, totals
+from distdl_rma.jobs.out_of_core.prepared import Prepared, normalised, scaled, space_of, totals
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.remote import needed
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -53,11 +51,7 @@ class Bundle:
         kind = "network_def" if self._parser.get("network_def") is not None else "network"
         self.model: nn.Module = self._parser.get_parsed_content(kind).cpu()
         load_weights(Path(folder) / "models" / "model.pt", self.model)
-        array = open_array(file)
-        form = Form.of(self.model, array.shape)
-        if form.has_batch:
-            raise ShapeError(f"predict: {file} of {tuple(array.shape)} has a batch; a bundle takes a volume")
-        self._source = Prepared(array, form.spatial, facts=(str(self._parser.get("preprocessing")),))
+        self._source = Prepared.of(file, self.model, (str(self._parser.get("preprocessing")),))
         self._before = self._transforms("preprocessing")
         for each in self._before:
             if (name := type(each).__name__) in _OF_SPACE:
@@ -83,7 +77,7 @@ class Bundle:
     def _check_space(self, transform: Any) -> None:
         # A file that is as the transform would make it needs nothing done.
         source, spaced = self._source, hasattr(transform, "spacing_transform")
-        found = _space_of(source)[0 if spaced else 1]
+        found = space_of(source)[0 if spaced else 1]
         wanted = transform.spacing_transform.pixdim if spaced else transform.ornt_transform.axcodes
         if found is None:
             _refuse(transform, f"{source.path} does not say what it has; apply it, and pass the result")
@@ -133,16 +127,6 @@ def _parsed(folder: Path) -> Any:
         parser.read_meta(str(meta))
     parser["bundle_root"] = str(folder)
     return parser
-
-
-def _space_of(source: Prepared) -> tuple[Any, str | None]:
-    # Spacing and orientation, as far as the file says them.
-    spacing, codes = getattr(source, "spacing", None), None
-    if Path(source.path).suffix.lower() == ".nii":
-        image = needed("nibabel").load(source.path)
-        spacing = image.header.get_zooms()[: source.spatial]
-        codes = "".join(needed("nibabel").aff2axcodes(image.affine))
-    return spacing, codes
 
 
 def _elementwise(transform: Any, x: torch.Tensor) -> Any:

@@ -24,6 +24,9 @@ from distdl_rma.errors import ArgumentError, DistdlError
 if TYPE_CHECKING:
     from torch import nn
 
+    from distdl_rma.jobs.out_of_core.bundle import Bundle
+    from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -39,7 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="weights of the model: a folder of Checkpoints, or a state dict in .pt, .pth or .safetensors",
     )
     parser.add_argument("--bundle", metavar="DIR", help="a bundle of MONAI, in place of a function")
-    parser.add_argument("--raw", action="store_true", help="of a bundle, leave out its postprocessing")
+    parser.add_argument(
+        "--nnunet", metavar="DIR", help="a folder that nnU-Net has trained, in place of these"
+    )
+    parser.add_argument("--fold", metavar="N", help="of --nnunet: 0, several as 0,1,2, or all (all numbers)")
+    parser.add_argument("--raw", action="store_true", help="of these two, leave out what follows the network")
     parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
@@ -63,25 +70,22 @@ def run(chosen: argparse.Namespace) -> int:
     """Predict, or print the plan; the exit status. Collective over the ranks of the job."""
     # Help needs neither torch nor MPI.
     from distdl_rma.jobs.checkpoints.weights import load_weights
-    from distdl_rma.jobs.out_of_core.bundle import Bundle
     from distdl_rma.jobs.out_of_core.predict import plan_prediction, predict
     from distdl_rma.jobs.out_of_core.processes import Processes
 
     processes = Processes(None)
     try:
         with processes.together():
-            if (chosen.model is None) == (chosen.bundle is None):
-                raise ArgumentError("predict: name a model, as module:function, or a bundle, by --bundle")
-            bundle = None
-            if chosen.bundle is not None:
-                with _code_of_user(f"the bundle {chosen.bundle}"):
-                    bundle = Bundle(chosen.bundle, chosen.source, chosen.raw)
-            model, post = (_model(chosen.model), None) if bundle is None else (bundle.model, bundle.post)
+            of_others = _of_others(chosen)
+            model, post = (of_others.model, of_others.post) if of_others else (_model(chosen.model), None)
             if chosen.checkpoint is not None:
                 load_weights(chosen.checkpoint, model)
             if chosen.post is not None and not callable(post := _named(chosen.post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
-        source = chosen.source if bundle is None else bundle.measured(processes)
+        source = chosen.source
+        if of_others is not None:
+            with _code_of_user(chosen.bundle or chosen.nnunet):
+                source = of_others.measured(processes)
         options: dict[str, Any] = {
             "memory": chosen.memory,
             "scratch": chosen.scratch,
@@ -98,6 +102,26 @@ def run(chosen: argparse.Namespace) -> int:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     return 0
+
+
+def _of_others(chosen: argparse.Namespace) -> Bundle | TrainedFolder | None:
+    # What another program has trained, opened for the file; None for a model that a function makes.
+    from distdl_rma.jobs.out_of_core.bundle import Bundle
+    from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder
+
+    if sum(each is not None for each in (chosen.model, chosen.bundle, chosen.nnunet)) != 1:
+        raise ArgumentError(
+            "predict: name a model, as module:function, or a bundle, by --bundle, or a folder of nnU-Net, by"
+            " --nnunet"
+        )
+    if (chosen.fold and chosen.nnunet is None) or (chosen.raw and chosen.model is not None):
+        raise ArgumentError("predict: --fold is of --nnunet, --raw of --nnunet and --bundle")
+    if chosen.model is not None:
+        return None
+    with _code_of_user(chosen.bundle or chosen.nnunet):
+        if chosen.bundle is not None:
+            return Bundle(chosen.bundle, chosen.source, chosen.raw)
+        return TrainedFolder(chosen.nnunet, chosen.source, chosen.raw, chosen.fold)
 
 
 def _model(text: str) -> nn.Module:

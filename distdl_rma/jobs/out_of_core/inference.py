@@ -68,7 +68,7 @@ def check_model(model: object) -> None:
                 f"predict: the model{f', in {path!r},' if path else ''} is distributed; call"
                 " model.distributed.close() first: predict splits it itself"
             )
-        if type(part).__module__.startswith("distdl_rma."):
+        if type(part).__module__.startswith("distdl_rma.layers."):
             raise ConfigurationError(
                 f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
                 " torch.nn layers"

@@ -42,6 +42,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
+from distdl_rma.jobs.out_of_core.prepared import Prepared
 from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.jobs.out_of_core.read_ahead import ReadAhead
 from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
@@ -162,7 +163,7 @@ def predict(
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
             _opened(
-                processes, sink if y is None else y, plan, key, made_as(plan, job.source, sink, chunks)
+                processes, sink if y is None else y, job, key, made_as(plan, job.source, sink, chunks)
             ) as results,
             _shown(plan, results.begin, progress and processes.first) as advance,
         ):
@@ -361,12 +362,15 @@ def _dtypes_of(source: Any, model: nn.Module) -> list[torch.dtype]:
 
 
 @contextmanager
-def _opened(processes: Processes, sink: Any, plan: Plan, key: str, made: dict[str, Any]) -> Iterator[Results]:
+def _opened(
+    processes: Processes, sink: Any, job: Prediction, key: str, made: dict[str, Any]
+) -> Iterator[Results]:
     # Context of results on all processes, which know where they begin. The first one, which makes and ends a
     # file, enters first and leaves last. An error of one process is raised on all.
     entered = ExitStack()
     with processes.together():
-        results = Results(sink, plan, key, made, processes.first)
+        place = job.source.place if isinstance(job.source, Prepared) else None
+        results = Results(sink, job.plan, key, made, processes.first, place)
         if processes.first:
             entered.enter_context(results)
     with processes.together(), entered, processes.together(), ExitStack() as others:

@@ -6,7 +6,9 @@ alone, and on numbers of the whole that were found before::
     file       (z, y, x), or channels first        files of single channels are stacked
       read     a box, with all channels            as float32
       steps    box -> box, elementwise             by numbers of the whole, where a step has some
-    source     (channels, z, y, x)
+    source     (channels, z, y, x), or a part of it: ``Place``
+
+A ``Bundle`` and a ``TrainedFolder`` have a model, what follows it, and such a source.
 
 Numbers of the whole are sums over boxes in float64. Each process reads a part of the boxes, and all add up
 the same sums in the same order, so that they have equal numbers on any number of processes.
@@ -14,17 +16,25 @@ the same sums in the same order, so that they have equal numbers on any number o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any, NamedTuple, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
+from torch import nn
 
+from distdl_rma.errors import ShapeError
+from distdl_rma.jobs.out_of_core.plan import Form
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.results import of_disk
+from distdl_rma.jobs.out_of_core.results import Place, of_disk
+from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.layers.sources.remote import needed
 
+T = TypeVar("T")
 Slices = tuple[slice, ...]
 Step = Callable[[torch.Tensor], torch.Tensor]
 # Elements of a box by which numbers of the whole are found.
@@ -35,19 +45,31 @@ _BOX_COUNT = 1 << 22
 class Prepared:
     """A source ``(channels, *spatial)`` of float32 that applies steps to what it reads; local.
 
-    ``facts`` say in words what the steps do: a prediction goes on with an earlier one if they are the same.
+    It is that of the file, or the part of it that ``place`` says. ``facts`` say in words what the steps do: a
+    prediction goes on with an earlier one if they are the same.
     """
 
     source: Any
     spatial: int
     steps: tuple[Step, ...] = ()
     facts: tuple[str, ...] = ()
+    place: Place | None = None
+
+    @classmethod
+    def of(cls, file: str | os.PathLike[str], model: nn.Module, facts: tuple[str, ...]) -> Self:
+        """A file with one volume for a model; ``ShapeError`` if it has more."""
+        array = open_array(file)
+        form = Form.of(model, array.shape)
+        if form.has_batch:
+            raise ShapeError(f"predict: {file} of {tuple(array.shape)} has a batch; give one volume")
+        return cls(array, form.spatial, facts=facts)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of channels and spatial dimensions."""
         shape = tuple(map(int, self.source.shape))
-        return shape if len(shape) > self.spatial else (1, *shape)
+        shape = shape if len(shape) > self.spatial else (1, *shape)
+        return shape if self.place is None else (shape[0], *self.place.extents)
 
     @property
     def path(self) -> str:
@@ -65,11 +87,22 @@ class Prepared:
         extents = [each.stop - each.start for each in box]
         if 0 in extents:
             return torch.empty(extents)
-        inner = (slice(None), *box[1:])[len(self.shape) - len(self.source.shape) :]
-        values = read_box(self.source, inner).float().view(self.shape[0], *extents[1:])
+        if self.place is None:
+            return self._read(box[1:])[box[0]]
+        there, here = self.place.of(box[1:])
+        values = torch.zeros(self.shape[0], *extents[1:])
+        if all(each.start < each.stop for each in there):
+            values[:, *here] = self._read(there)
+        return values[box[0]]
+
+    def _read(self, space: Slices) -> torch.Tensor:
+        # All channels of a box in space of the file, after all steps.
+        inner = (slice(None), *space)[1 + self.spatial - len(self.source.shape) :]
+        extents = [each.stop - each.start for each in space]
+        values = read_box(self.source, inner).float().view(self.shape[0], *extents)
         for step in self.steps:
             values = step(values)
-        return values[box[0]]
+        return values
 
     def then(self, step: Step) -> Self:
         """The source with a further step."""
@@ -100,20 +133,27 @@ def totals(source: Prepared, processes: Processes, *, nonzero: bool, by_channel:
 def _summed(
     source: Prepared, processes: Processes, nonzero: bool, by_channel: bool, center: torch.Tensor
 ) -> torch.Tensor:
-    # Over all boxes, in their order: rows as of _sums.
-    boxes = [*_boxes(source.shape)]
-
-    def mine() -> dict[int, torch.Tensor]:
-        with of_disk(source.path):
-            return {
-                n: _sums(source[box], nonzero, center) for n, box in enumerate(boxes) if processes.plays(n)
-            }
-
-    parts = {n: part for each in processes.gathered(mine) for n, part in each.items()}
-    whole = torch.stack([parts[n] for n in range(len(boxes))], dim=-1)
+    # Over all boxes: rows as of _sums.
+    parts = of_boxes(source, processes, lambda box: _sums(source[box], nonzero, center))
+    whole = torch.stack(parts, dim=-1)
     if not by_channel:
         whole = whole.flatten(1)[:, None].expand(-1, len(center), -1)
     return torch.cat([whole[:3].sum(-1), whole[3:4].amin(-1), whole[4:].amax(-1)])
+
+
+def of_boxes(source: Prepared, processes: Processes, call: Callable[[Slices], T]) -> list[T]:
+    """What ``call`` returns for each box of a source, in their order; collective, blocking.
+
+    Boxes are cut along the longest dimension in space. Each process calls for a part of them.
+    """
+    boxes = [*_boxes(source.shape)]
+
+    def mine() -> dict[int, T]:
+        with of_disk(source.path):
+            return {n: call(box) for n, box in enumerate(boxes) if processes.plays(n)}
+
+    parts = {n: part for each in processes.gathered(mine) for n, part in each.items()}
+    return [parts[n] for n in range(len(boxes))]
 
 
 def _sums(values: torch.Tensor, nonzero: bool, center: torch.Tensor) -> torch.Tensor:
@@ -126,14 +166,28 @@ def _sums(values: torch.Tensor, nonzero: bool, center: torch.Tensor) -> torch.Te
     return torch.stack([row.double() for row in rows])
 
 
+def longest(shape: Sequence[int]) -> int:
+    """The longest dimension in space, along which boxes are cut."""
+    return max(range(1, len(shape)), key=lambda d: shape[d])
+
+
 def _boxes(shape: Sequence[int]) -> Iterator[Slices]:
-    # Along the longest dimension in space.
-    dim = max(range(1, len(shape)), key=lambda d: shape[d])
+    dim = longest(shape)
     rows = max(1, _BOX_COUNT * shape[dim] // max(1, prod(shape)))
     for start in range(0, shape[dim], rows):
         box = [slice(0, n) for n in shape]
         box[dim] = slice(start, min(start + rows, shape[dim]))
         yield tuple(box)
+
+
+def space_of(source: Prepared) -> tuple[Any, str | None]:
+    """Spacing and orientation, as far as the file says them."""
+    spacing, codes = getattr(source, "spacing", None), None
+    if Path(source.path).suffix.lower() == ".nii":
+        image = needed("nibabel").load(source.path)
+        spacing = image.header.get_zooms()[: source.spatial]
+        codes = "".join(needed("nibabel").aff2axcodes(image.affine))
+    return spacing, codes
 
 
 def along_channels(values: Any, like: torch.Tensor) -> torch.Tensor:

@@ -151,21 +151,60 @@ class Begin:
         return self if sample == self.sample else Begin(sample, keeps=self.keeps)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The part of a file's space that a network gets: ``extents`` from ``begin`` on, which may reach out.
+
+    Only what is in ``inner`` is read, and 0 is around it, as behind the steps of a source. Only there the
+    result is written, into a file of the ``whole`` space that has 0 elsewhere::
+
+        file       0 ...................... whole
+        inner               [--------)
+        part             begin ......... begin + extents
+    """
+
+    begin: tuple[int, ...]
+    extents: tuple[int, ...]
+    inner: Slices
+    whole: tuple[int, ...]
+
+    def of(self, box: Slices) -> tuple[Slices, Slices]:
+        """What is in ``inner`` of a box of the part: where it lies in the file, and in the box."""
+        there, here = list[slice](), list[slice]()
+        for each, begin, inner in zip(box, self.begin, self.inner, strict=True):
+            low, high = each.start + begin, each.stop + begin
+            start = min(max(low, inner.start), high)
+            there.append(slice(start, max(start, min(high, inner.stop))))
+            here.append(slice(start - low, there[-1].stop - low))
+        return tuple(there), tuple(here)
+
+
 class Results:
     """The target of a prediction, as a context: a tensor that is returned, a file, or a sink of the user.
 
     A file is complete or not there. Until then it has a folder ``path.progress`` beside it, with the number
     of slabs that were written and, where slabs end one after the other, the messages for later slabs. A
     context that ends by an error leaves both, and one with the same ``key`` goes on, from ``begin``. A new
-    file is ``made`` with these keywords.
+    file is ``made`` with these keywords. If the source is a part of a file, by its ``place``, the result is
+    that part of a larger one.
 
     The first process enters it first, which makes the file, then the others; they leave it before the first
     one does. Each writes its own boxes if all see the same file (``seen``), else the first one writes all. No
     two processes write one chunk, since all boxes end where chunks end (``aligned``).
     """
 
-    def __init__(self, sink: Any, plan: Plan, key: str, made: Mapping[str, Any], first: bool) -> None:
+    def __init__(
+        self, sink: Any, plan: Plan, key: str, made: Mapping[str, Any], first: bool, place: Place | None
+    ) -> None:
         self._plan, self._key, self.begin = plan, key, Begin()
+        self._place, self._shape = place, plan.result
+        if place is not None:
+            leading, space = plan.result[: -len(place.whole)], plan.result[-len(place.whole) :]
+            if space != place.extents:
+                raise ShapeError(
+                    f"predict: the result has {space}, the source {place.extents}: let post= keep them"
+                )
+            self._shape = (*leading, *place.whole)
         self._first = first
         #: Whether this process writes its own boxes.
         self.writes = first
@@ -174,7 +213,7 @@ class Results:
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
-            self._sink = self._file = array_of_one(sink, plan.result, plan.dtype, plan.chunks, **made)
+            self._sink = self._file = array_of_one(sink, self._shape, plan.dtype, plan.chunks, **made)
             # Boxes, and messages of their rests, depend on the chunks.
             self._key += str(self._file.chunks)
             self._folder = Path(f"{self._file.path}.progress")
@@ -236,12 +275,19 @@ class Results:
             return layout
         # A source without a batch has one sample.
         chunks = self._file.chunks if self._plan.form.has_batch else (1, *self._file.chunks)
-        start = [sample * self._plan.form.has_batch, *[0] * (len(chunks) - 1)]
+        begin = () if self._place is None else self._place.begin
+        start = [sample * self._plan.form.has_batch, *[0] * (len(chunks) - 1 - len(begin)), *begin]
         ends = [a + n for a, n in zip(start, layout.shape, strict=True)]
         return aligned(layout, start, chunks, ends, nearest=False)
 
     def write(self, box: Slices, y: torch.Tensor) -> None:
         """Write a box of the result."""
+        if self._place is not None:
+            dims = len(self._place.whole)
+            there, here = self._place.of(box[-dims:])
+            box, y = (*box[:-dims], *there), y[(*[slice(None)] * (y.dim() - dims), *here)]
+            if y.numel() == 0:
+                return
         # A function of the user may call HDF5's library, as one that reads ahead.
         with hdf5_lock(self._file is None), of_disk(label(self._sink)):
             self._sink[box] = y if isinstance(self._sink, torch.Tensor) else as_numbers(y)
@@ -278,9 +324,9 @@ class Results:
 
     def _check(self, sink: Any) -> None:
         shape, dtype = tuple(getattr(sink, "shape", ())), getattr(sink, "dtype", None)
-        if not hasattr(sink, "__setitem__") or shape != self._plan.result:
+        if not hasattr(sink, "__setitem__") or shape != self._shape:
             raise ShapeError(
-                f"predict: the result has shape {self._plan.result}, {label(sink)} {shape}; a sink is a path,"
+                f"predict: the result has shape {self._shape}, {label(sink)} {shape}; a sink is a path,"
                 " or takes sink[box] = array"
             )
         if isinstance(sink, torch.Tensor) and sink.dtype == self._plan.dtype:
