@@ -58,6 +58,8 @@ class Bundle:
                 self._check_space(each)
             elif name not in (*_READ, *_ELEMENTWISE, *_NUMBERS):
                 _refuse(each, "is not of single elements and numbers of the whole; apply it, pass the result")
+            if name not in _READ and "image" not in each.keys:
+                _refuse(each, f"works on {each.keys}, and the file is the 'image'")
         self.post = None if raw else self._post()
 
     def measured(self, processes: Processes) -> Prepared:
@@ -93,7 +95,9 @@ class Bundle:
                 continue
             if name not in _AFTER:
                 _refuse(each, "leave out what follows the network by --raw, or choose another by --post")
-            at = each.keys.index("pred") if "pred" in each.keys else 0
+            if "pred" not in each.keys:
+                _refuse(each, f"works on {each.keys}, and the result is the 'pred'")
+            at = each.keys.index("pred")
             for option, make in _AFTER[name].items():
                 value = getattr(each, option)[at]
                 if not (value is None or value is False):
@@ -131,7 +135,7 @@ def _parsed(folder: Path) -> Any:
 
 def _elementwise(transform: Any, x: torch.Tensor) -> Any:
     # By MONAI's own, without its tensors.
-    return transform(dict.fromkeys(transform.keys, x))[transform.keys[0]].as_subclass(torch.Tensor)
+    return transform(dict.fromkeys(transform.keys, x))["image"].as_subclass(torch.Tensor)
 
 
 def _scale(transform: Any, source: Prepared, processes: Processes) -> Step:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.jobs.out_of_core.plan import Form
 from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.jobs.out_of_core.results import Place, of_disk
@@ -62,6 +62,11 @@ class Prepared:
         form = Form.of(model, array.shape)
         if form.has_batch:
             raise ShapeError(f"predict: {file} of {tuple(array.shape)} has a batch; give one volume")
+        if form.has_channels and label(array).lower().endswith(".nii"):
+            raise UnsupportedError(
+                f"predict: {file} of {tuple(array.shape)} has its channels last, which others move to the front;"
+                " write them first, into a .zarr or .h5 file"
+            )
         return cls(array, form.spatial, facts=facts)
 
     @property
