@@ -96,7 +96,8 @@ class TrainedFolder:
         inner, whole = box_of_nonzero(self._source, processes), self._source.shape[1:]
         source = with_mask(self._source, processes) if any(masks) else self._source
         begin, extents = ([*each] for each in zip(*((a.start, a.stop - a.start) for a in inner), strict=True))
-        source = replace(source, place=Place(tuple(begin), tuple(extents), inner, whole))
+        place = Place(tuple(begin), tuple(extents), inner, whole)
+        source = replace(source, place=place)
         numbers = cache(lambda mask: totals(source, processes, nonzero=mask, by_channel=True))
         properties = self._plans.foreground_intensity_properties_per_channel
         steps = [
@@ -108,7 +109,7 @@ class TrainedFolder:
         for d, stride, patch in zip(self._order, strides, self._chosen.patch_size, strict=True):
             filled = max(-(-extents[d] // int(stride)) * int(stride), int(patch))
             begin[d], extents[d] = begin[d] - (filled - extents[d]) // 2, filled
-        place = Place(tuple(begin), tuple(extents), inner, whole)
+        place = replace(place, begin=tuple(begin), extents=tuple(extents))
         return replace(source.then(partial(_by_channel, steps)), place=place)
 
     def _check_plans(self) -> None:
