@@ -47,9 +47,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fold", metavar="N", help="of --nnunet: 0, several as 0,1,2, or all (all numbers)")
     parser.add_argument("--raw", action="store_true", help="of these two, leave out what follows the network")
-    parser.add_argument("--in", dest="source", required=True, metavar="FILE", help="source, as of open_array")
     parser.add_argument(
-        "--out", metavar="FILE", help="new .npy, .h5, .hdf5 or .zarr; without it, the plan only"
+        "--in", dest="source", required=True, metavar="FILE", help="source, as of open_array: also a URL"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="new .npy, .h5, .zarr or .ome.zarr; without it, the plan only"
     )
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="for slabs and what waits (8GiB)")
     parser.add_argument("--scratch", metavar="DIR", help="folder on a disk for what does not fit")
@@ -148,8 +150,8 @@ def _model(text: str) -> nn.Module:
 def _named(text: str) -> Any:
     # The object that MODULE:NAME means; modules of the present folder are found.
     module, _, name = text.partition(":")
-    if not module or not name:
-        raise ArgumentError(f"predict: {text!r} is not of the form module:function")
+    if not name or not module.replace(".", "").isidentifier() or module.startswith("."):
+        raise ArgumentError(f"predict: {text!r} is not of the form module:function, without a path and .py")
     with _code_of_user(f"the module {module}"):
         try:
             found = importlib.import_module(module)

@@ -64,8 +64,8 @@ class Prepared:
             raise ShapeError(f"predict: {file} of {tuple(array.shape)} has a batch; give one volume")
         if form.has_channels and label(array).lower().endswith(".nii"):
             raise UnsupportedError(
-                f"predict: {file} of {tuple(array.shape)} has its channels last, which others move to the front;"
-                " write them first, into a .zarr or .h5 file"
+                f"predict: {file} of {tuple(array.shape)} has its channels last, which its model wants first;"
+                " write them so, into a .zarr or .h5 file"
             )
         return cls(array, form.spatial, facts=facts)
 

@@ -137,6 +137,8 @@ REFUSED = {
     "turned": ([{"_target_": "Orientationd", "keys": "image", "axcodes": "LPS"}], [], "Orientationd: .* RAS"),
     "moved": ([{"_target_": "Flipd", "keys": "image", "spatial_axis": 0}], [], "Flipd: is not of single"),
     "of components": ([], [{"_target_": "KeepLargestConnectedComponentd", "keys": "pred"}], "--raw"),
+    "of a mask": ([{"_target_": "CastToTyped", "keys": "mask"}], [], "CastToTyped: works on .*mask"),
+    "of labels": ([], [{"_target_": "AsDiscreted", "keys": "label", "argmax": True}], "works on .*label"),
     "in one place each": ([], [{"_target_": "AsDiscreted", "keys": "pred", "to_onehot": 3}], "to_onehot="),
 }
 
@@ -149,6 +151,14 @@ def test_other_transforms_are_refused_by_name(tmp_path, case, capsys):
     said = capsys.readouterr().err
     assert said.startswith("UnsupportedError: predict: the bundle's ") and said.count("\n") == 1
     assert re.search(text, said), said
+
+
+def test_channels_that_are_last_are_refused(tmp_path, capsys):
+    nibabel = pytest.importorskip("nibabel")
+    written(tmp_path, [], [])
+    nibabel.save(nibabel.Nifti1Image(np.ones((2, 6, 8, 2), np.float32), np.eye(4)), tmp_path / "x.nii")
+    assert main(predicted(tmp_path)) == 1
+    assert "has its channels last" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_bundle_or_has_other_weights_is_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import traceback
 from math import prod
 
@@ -37,6 +38,7 @@ from distdl_rma.jobs.out_of_core.results import Results
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.segments.mailbox import Mailbox
 from tests.jobs.out_of_core.nets import Calls, UNet, seeded, whole
+from tests.layers.sources.server import serving
 from tests.run_mpi import completed
 
 
@@ -656,3 +658,72 @@ def test_a_new_file_gets_what_the_source_says_of_its_axes(tmp_path, monkeypatch)
         {},
         {},
     ]
+
+
+def labels(y):
+    return y.argmax(1)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "suffix", "post", "axes", "spacing"),
+    [
+        ("tcyx", (4, 2, 16, 16), ".zarr", labels, "tyx", (7, 2, 3)),
+        ("tcyx", (4, 2, 16, 16), ".ome.zarr", labels, "tyx", (7, 2, 3)),
+        ("tcyx", (4, 2, 16, 16), ".zarr", None, "tcyx", (7, 1, 2, 3)),
+        ("bc", (16, 16), ".zarr", None, None, (1, 2, 3)),
+        ("xy", (16, 16), ".ome.zarr", None, "cxy", (1, 2, 3)),
+        ("yt", (16, 16), ".ome.zarr", None, "cyx", (1, 2, 3)),
+        (None, (4, 2, 16, 16), ".ome.zarr", None, "tcyx", (7, 1, 2, 3)),
+    ],
+)
+def test_samples_and_space_of_a_result_are_those_of_the_source(
+    tmp_path, names, shape, suffix, post, axes, spacing
+):
+    import zarr
+
+    scales = [7, 5, 2, 3][-len(shape) :]
+    x = zarr.create_array(
+        tmp_path / "x.zarr",
+        shape=shape,
+        dtype="f4",
+        dimension_names=names,
+        attributes={"axis_spacing": scales},
+    )
+    x[...] = 1
+    model = nn.Conv2d(2 if len(shape) > 2 else 1, 3, 3, padding=1)
+    predict(model, tmp_path / "x.zarr", tmp_path / f"y{suffix}", post=post)
+    y = open_array(tmp_path / f"y{suffix}")
+    assert (y.axes, y.spacing) == (axes and tuple(axes), spacing)
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "server"])
+def test_a_prediction_of_a_file_that_has_changed_begins_anew(tmp_path, kind):
+    import zarr
+
+    suffix = "zarr" if kind == "zarr" else "npy"
+
+    def written(value):
+        x = np.full((64, 32), value, np.float32)
+        if suffix == "npy":
+            np.save(tmp_path / "x.npy", x)
+        else:
+            zarr.save_array(tmp_path / "x.zarr", x, mode="w")
+        return torch.from_numpy(x)[None]
+
+    def stops(y):
+        calls.append(1)
+        if len(calls) == 6:
+            raise ValueError("stop")
+        return y
+
+    model, calls = seeded(lambda: nn.Conv2d(1, 1, 3, padding=1)), []
+    with serving(tmp_path) as server:
+        source = f"{server.url}/x.npy" if kind == "server" else tmp_path / f"x.{suffix}"
+        written(0)
+        with pytest.raises((ValueError, ArgumentError, DataError), match="stop"):
+            predict(model, source, tmp_path / "y.npy", grid={"H": 8}, post=stops)
+        # Servers tell seconds.
+        time.sleep(1.1)
+        x = written(5)
+        predict(model, source, tmp_path / "y.npy", grid={"H": 8}, post=stops)
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), whole(model, x[None])[0])

@@ -96,6 +96,24 @@ def test_each_process_writes_its_slabs_and_no_two_of_them_one_chunk(
         assert all(of_all) if seen == "by all" else not any(of_all[1:])
 
 
+@pytest.mark.parametrize("suffix", ["npy", "zarr"])
+def test_a_result_that_was_complete_when_its_process_was_killed_is_taken_up(
+    comm, tmp_path, suffix, monkeypatch
+):
+    folder, model, x = same_folder(comm, tmp_path), seeded(lambda: UNet(2, "none")), torch.ones(40, 30)
+    path = folder / f"y.{suffix}"
+    with monkeypatch.context() as killed:
+        # Before it could remove the folder of the progress.
+        killed.setattr("distdl_rma.jobs.out_of_core.results.shutil.rmtree", lambda *_, **__: None)
+        predict(model, x, path, grid={"H": 3}, comm=comm)
+    comm.Barrier()
+    assert path.with_name(f"{path.name}.progress").exists()
+    comm.Barrier()
+    predict(model, x, path, grid={"H": 3}, comm=comm)
+    comm.Barrier()
+    assert [each.name for each in folder.iterdir()] == [path.name]
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("suffix", ["npy", "zarr"])
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_a_later_call_goes_on(
