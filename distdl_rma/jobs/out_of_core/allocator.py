@@ -6,8 +6,8 @@ for. Slabs would so take more memory than was planned. Two numbers of the librar
 on a block is mapped on its own, and how much free memory at the end of the heap is kept.
 
 Kernels keep memory as well: products of matrices that of their copies, for each thread that has computed a
-part of one. Each slab is a thread, which has such threads of its own: 37 slabs of a U-Net that wait for each
-other kept 80 MiB, in a plan of 650.
+part of one. Each slab is a thread, which has such threads of its own: 37 slabs that waited for each other
+kept an eighth of what was planned for all.
 """
 
 from __future__ import annotations
