@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,19 @@ class Event:
         mine.catch_up(sum(each in self._waiting for each in mine.late))
 
 
+class _Stream:
+    """The one stream of the device, for parts of torch that ask any device for one."""
+
+    def synchronize(self) -> None:
+        traffic().catch_up()
+
+    def wait_stream(self, other: object) -> None:
+        """Everything is in order."""
+
+
+_STREAM = _Stream()
+
+
 class _Module(backend_registration._DummyBackendModule if _REGISTER else object):  # type: ignore[misc]
     """``torch.fake``."""
 
@@ -101,6 +114,14 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
     @staticmethod
     def synchronize(*_: Any) -> None:
         traffic().catch_up()
+
+    @staticmethod
+    def current_stream(*_: Any) -> _Stream:
+        return _STREAM
+
+    @staticmethod
+    def stream(_: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
