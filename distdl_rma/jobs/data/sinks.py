@@ -152,13 +152,12 @@ def array_of_one(
     blocks: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
-    axes: Sequence[str] | None = None,
-    spacing: Sequence[float] | None = None,
-    units: Sequence[str | None] | None = None,
-    origin: Sequence[float] | None = None,
+    **given: Any,
 ) -> ArraySink:
-    """As :func:`create_array`, for an array that one process makes; local. Chunks divide ``blocks``."""
-    given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
+    """As :func:`create_array`, for an array that one process makes; local. Chunks divide ``blocks``.
+
+    What is ``given`` is what :func:`create_array` takes of the dimensions: axes, spacing, units and origin.
+    """
     return _planned(path, shape, dtype, blocks, given, chunks)
 
 
