@@ -61,7 +61,7 @@ class _Backward(threading.local):
 
 RUNNING = _Backward()
 # Key in the metadata of a node whose result ``to_local()`` returned.
-_SHOWN = "distdl_rma block"
+SHOWN = "distdl_rma block"
 # Number of gradients that are kept; elements of each, about; tolerance relative to the largest element.
 _KEPT, _SAMPLED, _ROUNDING = 64, 16, 1e-3
 _MEAN = (
@@ -95,7 +95,7 @@ def show_block(block: torch.Tensor, is_part: bool) -> None:
     """Mark the node of a block that ``to_local()`` returns: a loss of it is the loss of this rank alone."""
     if block.grad_fn is not None:
         node: Any = block.grad_fn
-        _Backward.shown, node.metadata[_SHOWN] = True, is_part
+        _Backward.shown, node.metadata[SHOWN] = True, is_part
 
 
 def warn_of_mean(gradient: torch.Tensor) -> None:
@@ -117,11 +117,11 @@ def _begins_at_mean() -> bool:
         node, mean = ahead.pop()
         if node is None or (node, mean) in seen or node.name() in ENDS_OF_BLOCKS:
             continue
-        if mean and node.metadata.get(_SHOWN):
+        if mean and node.metadata.get(SHOWN):
             return True
         seen.add((node, mean))
         mean = mean or _is_mean(node)
-        ahead += [(each, mean) for each, _ in node.next_functions if _SHOWN not in node.metadata]
+        ahead += [(each, mean) for each, _ in node.next_functions if SHOWN not in node.metadata]
     return False
 
 
@@ -143,7 +143,7 @@ def _is_own() -> bool:
     # ``full_tensor()`` of split tensors; blocks behind these do not count.
     if not _Backward.shown or RUNNING.common == backward_id():
         return False
-    if any(_SHOWN in node.metadata for node in nodes_behind(_roots(), _ends_blocks)):
+    if any(SHOWN in node.metadata for node in nodes_behind(_roots(), _ends_blocks)):
         return True
     RUNNING.common = backward_id()
     return False

@@ -51,6 +51,7 @@ from distdl_rma.layers.checks.generators import random_draw
 from distdl_rma.layers.checks.gradient_origin import GradientCheck
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.layers.dtypes import DTYPES, is_readable
+from distdl_rma.layers.model.compiled import Compiled
 from distdl_rma.layers.model.entering import ModuleHook
 from distdl_rma.layers.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.layers.model.replica_check import ReplicaSampler
@@ -242,6 +243,43 @@ class Distributed:
         finally:
             self._checks = before
 
+    def compile(self, backend: str = "replay", *, fallback: bool = False) -> None:
+        """Replay calls of the model that are of a known kind, without the rules of its functions; local.
+
+        It is ``model.compile``, in place of torch's. The first call of a kind records it, and compares a
+        replay with the split model, bit by bit, the gradients in its backward; later ones replay. Results,
+        gradients and random numbers are those of the split model. ``docs/compile.md`` says what a kind is,
+        and what is refused. A call of another kind records again; at most 8 kinds are recorded.
+
+        Parameters
+        ----------
+        backend
+            ``"replay"``, the only one: torch's kernels and the operations of this library, in their order.
+        fallback
+            What happens to calls that cannot be replayed: ``UnsupportedError`` on all ranks, or, if true, a
+            warning, and the split model runs them.
+
+        Examples
+        --------
+        >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+        >>> model.compile()
+        >>> for _ in range(3):  # the last one is a replay
+        ...     model(torch.rand(1, 1, 8, 8)).mean().backward()
+        """
+        if backend != "replay" or not isinstance(fallback, bool):
+            raise ConfigurationError(
+                f"{self._name}: compile: the backend is 'replay', and fallback True or False, got {backend!r}"
+                f" and {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"
+            )
+        if (model := self._model()) is not None:
+            model._compiled_call_impl = Compiled(self, model, fallback)
+
+    @property
+    def running_ranks(self) -> tuple[int, ...]:
+        """Those that take part in the call that is running."""
+        calls = self._running[-1].calls
+        return self.machine.ranks if calls is None else calls.ranks
+
     def close(self) -> None:
         """Turn the model back into one for plain tensors; local, idempotent.
 
@@ -262,6 +300,8 @@ class Distributed:
             for parameter in () if self._synchronises else model.parameters():
                 mark_summed_later(parameter, False)
                 mark_compared(parameter, False)
+            vars(model).pop("compile", None)
+            vars(model).pop("_compiled_call_impl", None)
             if vars(model).pop(_KEY, None) is not None:
                 make_buffers_plain(model.named_modules())
 
@@ -554,7 +594,7 @@ def distribute(
     options |= {"replicas": replicas, "bucket_nbytes": bucket_nbytes}
     handle = Distributed(model, machine, grid, options)
     # Set before the GradientSync is made, which reads it.
-    vars(model)[_KEY] = handle
+    vars(model)[_KEY], vars(model)["compile"] = handle, handle.compile
     try:
         _ = reduction == "none" or handle.sync
     except BaseException:

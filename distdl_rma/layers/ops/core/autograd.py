@@ -110,15 +110,43 @@ def tracer() -> str:
     return "torch.export" if _fake() is not None else ""
 
 
+class Recording(Protocol):
+    """What notes the operations of a model's call, so that they can be replayed (``layers/capture``)."""
+
+    # Whether it notes now; false within a step that is noted as a whole.
+    notes: bool
+
+    def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
+        """Apply an autograd function, and note it as one step."""
+        ...
+
+    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that exchanges data or draws numbers without autograd, and note it as one step."""
+        ...
+
+    def unnoted(self, make: Callable[[], R]) -> R:
+        """Call a function that makes what a site keeps: it is no step."""
+        ...
+
+
+# The recording that is under way; empty if there is none.
+RECORDINGS: list[Recording] = of_each_rank()
+
+
 class OperatorFunction(torch.autograd.Function):
     """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active.
 
     torch's own ``apply`` looks for transforms in Python at every call, which costs as much as a small layer.
     """
 
+    # Whether its forward and its backward are a step each of a recording; else their kernels are.
+    is_step = True
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Apply the function, as ``torch.autograd.Function.apply``."""
+        if RECORDINGS:
+            return RECORDINGS[-1].applied(cls, args)
         if _transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         plain: Any = super(torch.autograd.Function, cls)

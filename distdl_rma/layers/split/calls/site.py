@@ -26,7 +26,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -36,6 +36,7 @@ import torch
 from distdl_rma.layers.checks.arguments import TENSORS, comparable_parts
 from distdl_rma.layers.checks.model_calls import CallTrace
 from distdl_rma.layers.checks.user_frames import LibraryFiles
+from distdl_rma.layers.ops.core.autograd import RECORDINGS
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.split.calls.table import name_of
 from distdl_rma.segments.machine import Machine
@@ -49,7 +50,7 @@ _UNCOMPARED = frozenset({"query", "value", "gradient"})
 _NOTHING: dict[str, Any] = {}
 # The code of split tensors and rules, but not all of this package: what it calls itself, as the state of a
 # model that is gathered, is one site, even if ranks call ``gather_state_dict`` in different lines.
-_INNER = LibraryFiles(Path(__file__).parents[1])
+_INNER = LibraryFiles("split", "capture", "model/compiled.py")
 RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
@@ -198,7 +199,7 @@ class Site:
         kept = self._kept.setdefault(ranks, OrderedDict())
         found: T | None = kept.get(key)
         if found is None:
-            found = kept[key] = make()
+            found = kept[key] = RECORDINGS[-1].unnoted(make) if RECORDINGS else make()
             if len(kept) > _KEPT:
                 # A graph that still needs the operation keeps its memory.
                 kept.popitem(last=False)

@@ -97,6 +97,9 @@ class _OfWhole(OperatorFunction):
     # A result of the blocks of all ranks, which the caller has computed. The gradient is torch's for the
     # whole: partial results of a block are no part of it, since they may be infinite or NaN where the whole
     # is not. A slope that waits for other ranks needs ``machine``, to which an error in it is reported.
+    # Slopes hold tensors of their call.
+    is_step = False
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, result: torch.Tensor, slope: Slope, machine: Machine | None = None

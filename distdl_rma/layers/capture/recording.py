@@ -1,0 +1,390 @@
+"""Recording of a call: kernels of torch, and operations of this library, in the order in which they ran.
+
+Between a model and the machine there are rules: which operation a function is for these layouts. For calls of
+one kind they find the same answer each time, so a call can be run once more without them. What is left is
+seen from two places::
+
+    model(x)              F.conv2d(x, w, b).relu()
+      rules               layouts, sites, plans, refusals                     in Python, not needed again
+        OperatorFunction  _HaloSchedule, LocalNorm, ...      ---> a step:     the operation as a whole
+        torch             relu, add, view, ...               ---> a step:     the kernel, below autograd
+
+The call is a real one: real tensors, real messages, and in the backward torch's own engine. So the steps
+are exactly those that the split model takes, with all choices of kernels made, and a rule needs to know
+nothing of recordings.
+
+A step names its operands by the *memory* that they show: torch hands a saved tensor out as a new object,
+and what is changed in place stays where it is. The recording keeps all tensors alive, so that no memory is
+used twice::
+
+    memory is known, same view     the slot of that tensor
+    memory is known, other view    a new slot, a view of that tensor
+    unknown                        a constant, such as a table that a rule has kept
+
+A constant may have been computed of data behind the recording's back, as by numpy. What can be seen of this
+is refused (``problem``), the rest shows when a replay is compared with the split model on other data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distdl_rma.layers.checks.user_frames import user_line
+from distdl_rma.layers.ops.core.autograd import RECORDINGS, OperatorFunction
+from distdl_rma.layers.split.calls.signatures import tensors_in
+from distdl_rma.layers.split.calls.site import module_path
+from distdl_rma.layers.split.tensor import SplitTensor
+
+R = TypeVar("R")
+# Functions that read values into Python without a kernel.
+_READ = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+# Kernels that return their operand as it is, below autograd.
+_SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+# Kernels after which a tensor is in other memory.
+_MOVE = frozenset({"set_", "resize_", "resize_as_", "set_data"})
+_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+# Autograd functions whose backward asks for the graph around it, which a replay does not have.
+_OF_GRAPH = {
+    "_Gathered": "full_tensor() in a graph",
+    "_Port": "an autograd function of the user's, or a backward hook of a module",
+    "_Arguments": "an autograd function of the user's, or a backward hook of a module",
+    "_Result": "an autograd function of the user's, or a backward hook of a module",
+}
+_dispatches: Callable[[], bool] = torch._C._is_torch_function_enabled
+INPUT, STATE, CONSTANT, COMPUTED = "an input", "a tensor of the model", "a constant", ""
+
+
+class Slot(NamedTuple):
+    """Stands for a tensor among the arguments of a step."""
+
+    number: int
+
+
+class Step(NamedTuple):
+    """One kernel or operation; ``results`` has slots in the place of tensors."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: Any
+    # Whether it may be left out if nobody needs the results.
+    pure: bool
+    # Number of the operation, and whether the step is its backward.
+    context: int | None = None
+    backward: bool = False
+
+
+class Context:
+    """In place of torch's context of an autograd function; holds what its backward needs."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+        self.to_save: tuple[Any, ...] = ()
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors; whoever replays takes them out, so that torch frees them after the backward."""
+        self.to_save = tensors
+
+    def mark_dirty(self, *_: Any) -> None:
+        """Nothing: the graph that torch sees ends before."""
+
+    mark_non_differentiable = set_materialize_grads = mark_dirty
+
+
+def alias(x: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tensor:
+    """A view of the memory of ``x``, which begins so many elements behind it."""
+    return x.as_strided(shape, strides, x.storage_offset() + offset)
+
+
+class Recorder:
+    """The steps of one call, as they run; a context in which calls of this thread are noted.
+
+    ``problem`` says why the steps cannot be replayed, empty if they can: the first reason that was met. The
+    call goes on in any case, with the right results.
+    """
+
+    def __init__(
+        self,
+        inputs: Iterable[torch.Tensor],
+        state: Iterable[torch.Tensor],
+        others: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.steps: list[Step] = []
+        self.tensors: list[torch.Tensor] = []
+        self.kinds: list[str] = []
+        # The tensors of the model, by the numbers of their slots.
+        self.bound: dict[int, torch.Tensor] = {}
+        self.problem, self.notes = "", True
+        self._by_id: dict[int, int] = {}
+        self._by_view: dict[Any, int] = {}
+        self._by_memory: dict[int, int] = {}
+        self._contexts = 0
+        self._modes: tuple[Any, ...] = _Kernels(self), _Reads(self)
+        for x in state:
+            # In the recorded call, others may stand for those of the model.
+            self.bound[self.add(others.get(id(x), x), STATE)] = x
+        for x in inputs:
+            self.add(x, INPUT)
+
+    def __enter__(self) -> Recorder:
+        RECORDINGS.append(self)
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+        RECORDINGS.pop()
+
+    def unnoted(self, make: Callable[[], R]) -> R:
+        """Call a function that makes what a site keeps: it is no step."""
+        with self.paused():
+            return make()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of what is one step as a whole."""
+        before, self.notes = self.notes, False
+        try:
+            yield
+        finally:
+            self.notes = before
+
+    def refuse(self, why: str) -> None:
+        """Note the first reason for which the steps cannot be replayed, with the user's line."""
+        path, at = module_path(), user_line()
+        where = f"{f' in module {path!r}' if path else ''}{f' at {at}' if at else ''}"
+        self.problem = self.problem or f"{why}{where}"
+
+    def add(self, x: torch.Tensor, kind: str) -> int:
+        """Number of the slot of a new tensor."""
+        number = len(self.tensors)
+        self.tensors.append(x)
+        self.kinds.append(kind)
+        self._by_id[id(x)] = number
+        if x.layout is torch.strided and x.numel():
+            self._by_view[_view(x)] = number
+            self._by_memory.setdefault(x.untyped_storage().data_ptr(), number)
+        return number
+
+    def slot(self, x: torch.Tensor) -> Slot:
+        """The slot of an operand."""
+        number = self._known(x)
+        if number is None and x.layout is not torch.strided:
+            self.refuse(f"a tensor has the layout {x.layout}")
+            return Slot(self.add(x, CONSTANT))
+        if number is not None:
+            return Slot(number)
+        base = self._around(x)
+        if base is None:
+            return Slot(self.add(x, CONSTANT))
+        known = self.tensors[base]
+        if known.dtype != x.dtype or known.is_conj() != x.is_conj() or known.is_neg() != x.is_neg():
+            self.refuse("memory is used as of another type")
+            return Slot(self.add(x, CONSTANT))
+        offset = (x.data_ptr() - known.data_ptr()) // x.element_size()
+        found = Slot(self.add(x, COMPUTED))
+        self.steps.append(Step(alias, (Slot(base), tuple(x.shape), x.stride(), offset), {}, found, True))
+        return found
+
+    def _known(self, x: torch.Tensor) -> int | None:
+        number = self._by_id.get(id(x))
+        if number is None and x.layout is torch.strided and x.numel():
+            number = self._by_view.get(_view(x))
+        return number
+
+    def _around(self, x: torch.Tensor) -> int | None:
+        # A slot in the memory that a tensor shows; arrays of numpy may begin anywhere in it.
+        if not x.numel():
+            return None
+        found = self._by_memory.get(x.untyped_storage().data_ptr())
+        if found is None:
+            at = x.data_ptr()
+            for begin, number in self._by_memory.items():
+                if begin <= at < begin + self.tensors[number].untyped_storage().nbytes():
+                    return number
+        return found
+
+    def slots(self, given: Any) -> Any:
+        """Arguments with slots in the place of tensors."""
+        if isinstance(given, torch.Tensor):
+            return self.slot(given)
+        if isinstance(given, (list, tuple)) and not hasattr(given, "_fields"):
+            return type(given)(map(self.slots, given))
+        for x in _held(given):
+            # What a function holds is that of the recorded call in each replay.
+            if self.kinds[self.slot(x).number] in {COMPUTED, INPUT}:
+                self.refuse("an operation is given a tensor that a function or a dict holds")
+        return given
+
+    def results(self, found: Any, kind: str = COMPUTED) -> Any:
+        """What a step returned, with new slots in the place of tensors."""
+        if isinstance(found, torch.Tensor):
+            return Slot(self.add(found, kind))
+        return tuple(self.results(each, kind) for each in found) if isinstance(found, (list, tuple)) else None
+
+    def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a kernel of torch, and note it."""
+        operands = tensors_in(args, kwargs)
+        given, named = self.slots(args), {key: self.slots(each) for key, each in kwargs.items()}
+        kinds = {self.kinds[self.slot(x).number] for x in operands}
+        if func in _SAME:
+            found = func(*args, **kwargs)
+            self._by_id[id(found)] = given[0].number
+            # Kept, so that its number belongs to no other object.
+            self.tensors.append(found)
+            self.kinds.append(COMPUTED)
+            return found
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        fixed = kinds == {CONSTANT} and not random and not func._schema.is_mutable
+        if not fixed:
+            self._check(func, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            # A number that Python made a tensor of: a new one in each call.
+            func, fixed = torch.ops.aten.clone.default, False
+        found = func(*args, **kwargs)
+        if fixed:
+            self.results(found, CONSTANT)
+        else:
+            pure = not (random or func._schema.is_mutable)
+            self.steps.append(Step(func, given, named, self.results(found), pure))
+        return found
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if not _VALUES.isdisjoint(func.tags):
+            self.refuse(f"{name.strip('_')} makes Python, or a shape, depend on the values of a tensor")
+        if name in _MOVE:
+            self.refuse(f"{name} gives a tensor other memory")
+        if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            self.refuse("numbers are drawn from a generator of its own, not from torch's default one")
+        for at, each in enumerate(func._schema.arguments):
+            written = each.alias_info is not None and each.alias_info.is_write
+            x = (args[at] if at < len(args) else kwargs.get(each.name)) if written else None
+            for one in tensors_in(x):
+                base = self._around(one)
+                kind = COMPUTED if base is None else self.kinds[base]
+                if kind in {INPUT, CONSTANT} or (kind == STATE and self.tensors[base or 0].requires_grad):
+                    self.refuse(f"{name} changes {kind} in place, which is no buffer")
+
+    def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
+        """Apply an autograd function; its forward and its backward are steps."""
+        noted = _noted(function) if self.notes and function.is_step else function
+        plain: Any = super(torch.autograd.Function, noted)
+        return plain.apply(*args)
+
+    def forward(self, function: type[OperatorFunction], ctx: Any, args: Sequence[Any]) -> Any:
+        """Run the forward of an autograd function as one step."""
+        if reason := _OF_GRAPH.get(function.__name__):
+            self.refuse(reason)
+        self._contexts, ctx.noted = self._contexts + 1, self._contexts
+        given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
+        with self.paused():
+            found = function.forward(ctx, *args)
+        self.steps.append(Step(step, given, {}, self.results(found), False, ctx.noted))
+        return found
+
+    def backward(self, function: type[OperatorFunction], ctx: Any, gradients: Sequence[Any]) -> Any:
+        """Run the backward of an autograd function as one step."""
+        given = self.slots(tuple(gradients))
+        with self.paused():
+            found = function.backward(ctx, *gradients)
+        step: Any = function.backward
+        self.steps.append(Step(step, given, {}, self.results(found), False, ctx.noted, True))
+        return found
+
+    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as one step."""
+        if any(isinstance(each, torch.Generator) for each in kwargs.values()):
+            self.refuse("numbers are drawn from a generator of its own, not from torch's default one")
+        given = self.slots(args)
+        with self.paused():
+            found = function(*args, **kwargs)
+        self.steps.append(Step(function, given, kwargs, self.results(found), False))
+        return found
+
+
+def _held(x: Any) -> list[torch.Tensor]:
+    # Tensors in dicts and named tuples, and in functions.
+    inner = [each.cell_contents for each in getattr(x, "__closure__", None) or ()]
+    if isinstance(x, partial):
+        inner += [x.func, *x.args, *x.keywords.values()]
+    return [*tensors_in(x, inner), *chain.from_iterable(map(_held, inner))]
+
+
+def _view(x: torch.Tensor) -> Any:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
+class _Forward:
+    """Forward of an autograd function, without torch's graph: returns the context, too."""
+
+    def __init__(self, function: type[OperatorFunction], needs: tuple[bool, ...]) -> None:
+        self._forward, self._needs = function.forward, needs
+
+    def __call__(self, *args: Any) -> Any:
+        ctx = Context(self._needs)
+        return ctx, self._forward(ctx, *args)
+
+
+@cache
+def _noted(function: type[OperatorFunction]) -> Any:
+    # The same autograd function, noted. Its node in the graph has the same name.
+    def forward(ctx: Any, *args: Any) -> Any:
+        recording: Any = RECORDINGS[-1]
+        return recording.forward(function, ctx, args)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if not RECORDINGS:
+            return function.backward(ctx, *gradients)
+        recording: Any = RECORDINGS[-1]
+        return recording.backward(function, ctx, gradients)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(function.__name__, (function,), methods)
+
+
+class _Kernels(TorchDispatchMode):
+    """Sees each kernel of torch below autograd."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._recorder.notes:
+            return func(*args, **kwargs)
+        if any(issubclass(each, SplitTensor) for each in types):
+            with self:
+                return SplitTensor.__torch_dispatch__(func, types, args, kwargs)
+        return self._recorder.kernel(func, args, kwargs)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees functions that read values of tensors into Python without a kernel."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder, kwargs = self._recorder, kwargs or {}
+        # Within rules, functions are those of blocks.
+        if _dispatches() and any(issubclass(each, SplitTensor) for each in types):
+            with self:
+                return SplitTensor.__torch_function__(func, types, args, kwargs)
+        reads = recorder.notes and getattr(func, "__name__", "") in _READ
+        if reads and recorder.kinds[recorder.slot(args[0]).number] != CONSTANT:
+            recorder.refuse(f"{func.__name__}() reads the values of a tensor into Python")
+        return func(*args, **kwargs)
