@@ -14,83 +14,68 @@ compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.capture.kinds import NotCapturedError, State, is_plain
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, is_plain, split_like
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
-from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_NONE: dict[int, torch.Tensor] = {}
-
-
-class _Output(NamedTuple):
-    """In place of a tensor that a model returns; without a layout it is a plain one."""
-
-    layout: Decomposition | None
-    strides: tuple[int, ...] | None
 
 
 class Attempt:
-    """A call of a model's forward on the given blocks and plain tensors; its graph ends at ``ends``."""
+    """A call of a model's forward; its graph ends at ``ends``. ``weights`` replace parameters, by ``id``."""
 
     def __init__(
         self,
         model: nn.Module,
         forward: Callable[..., Any],
-        arguments: Arguments,
+        given: Given,
         tensors: Sequence[torch.Tensor],
-        others: Mapping[int, torch.Tensor] = _NONE,
+        weights: Mapping[int, torch.Tensor],
     ) -> None:
         graph = torch.is_grad_enabled()
         learnt = {
-            id(p): _stand_in(p, others.get(id(p), p))
+            id(p): _stand_in(p, weights.get(id(p), p))
             for p in model.parameters()
-            if others or (graph and p.requires_grad)
+            if weights or (graph and p.requires_grad)
         }
         blocks = [x.view_as(x) if graph and x.requires_grad else x for x in tensors]
         self.ends = [x for x in (*learnt.values(), *blocks) if graph and x.requires_grad]
-        self._model, self._learnt, self._forward = model, learnt, forward
-        self._arguments = rebuilt(arguments, iter(blocks))
-        # Blocks and plain tensors that the model returned, and what it returned, without them.
-        self.results: list[torch.Tensor] = []
-        self.returned: Any = None
-
-    def run(self) -> None:
-        """Run the forward; blocking, collective."""
-        tables = [module._parameters for module in self._model.modules()]
-        before = [dict(each) for each in tables]
+        tables: list[dict[str, Any]] = [module._parameters for module in model.modules()]
+        before = [each.copy() for each in tables]
         try:
             for each in tables:
-                each.update({key: self._learnt[id(p)] for key, p in each.items() if id(p) in self._learnt})  # type: ignore[misc]
-            args, kwargs = self._arguments
-            found = self._forward(*args, **kwargs)
+                each.update({key: learnt.get(id(p), p) for key, p in each.items()})
+            args, kwargs = given.rebuilt(blocks)
+            leaves, self._spec = tree_flatten(forward(*args, **kwargs))
         finally:
             for each, old in zip(tables, before, strict=True):
                 each.update(old)
-        self.returned = mapped(self._taken, found)
+        # What the model returned, and of tensors among it, the blocks.
+        self._leaves = leaves
+        tensors_of = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.results = [checked_block(x) if isinstance(x, SplitTensor) else x for x in tensors_of]
+        self.differentiable = [x.requires_grad for x in self.results]
 
-    def _taken(self, x: torch.Tensor) -> _Output:
-        if not isinstance(x, SplitTensor):
-            self.results.append(x)
-            return _Output(None, None)
-        self.results.append(checked_block(x))
-        return _Output(x._layout, x._strides)
+    def returned(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """What the model returned, with other blocks and plain tensors."""
+        others = iter(tensors)
+        leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        return tree_unflatten(leaves, self._spec)
 
-    @property
-    def differentiable(self) -> list[bool]:
-        """Which results are in the graph."""
-        return [x.requires_grad for x in self.results]
+    def forget(self) -> None:
+        """Keep the form of what the model returned only, and no tensor of the call."""
+        none = torch.empty(0)
+        self._leaves = [split_like(x, none) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        self.ends, self.results = [], []
 
     def gradients(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients of ``ends`` for those of the differentiable results; blocking, collective."""
@@ -103,10 +88,10 @@ class Attempt:
     @property
     def problem(self) -> str:
         """Why its graph cannot be put behind one node; empty if it can."""
-        if not _returns_plain(self.returned):
-            return "it returns what is neither a tensor nor a plain value"
-        for x, output in zip(self.results, _outputs(self.returned), strict=True):
-            if x.requires_grad and output.layout is None:
+        for x in self._leaves:
+            if not (isinstance(x, torch.Tensor) or is_plain(x)):
+                return f"it returns a {type(x).__name__}"
+            if isinstance(x, torch.Tensor) and not isinstance(x, SplitTensor) and x.requires_grad:
                 return "it returns a plain tensor that requires a gradient"
         ends = {x.grad_fn for x in self.ends}
         for node in nodes_behind([x.grad_fn for x in self.results], ends.__contains__):
@@ -126,128 +111,101 @@ def _stand_in(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def rebuilt(arguments: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Arguments with other blocks, and other plain tensors."""
-
-    def change(x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, SplitTensor):
-            return next(tensors)
-        found = SplitTensor(next(tensors), x._layout)
-        found._strides = x._strides
-        return found
-
-    return mapped(change, arguments)
-
-
-def filled(returned: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """What a model returned, with tensors again."""
-    if isinstance(returned, _Output):
-        x = next(tensors)
-        if returned.layout is not None:
-            x = SplitTensor(x, returned.layout)
-            x._strides = returned.strides
-        return x
-    if isinstance(returned, tuple) and hasattr(returned, "_fields"):
-        return type(returned)(*(filled(each, tensors) for each in returned))
-    if isinstance(returned, (list, tuple)):
-        return type(returned)(filled(each, tensors) for each in returned)
-    return {k: filled(each, tensors) for k, each in returned.items()} if type(returned) is dict else returned
-
-
-def _outputs(returned: Any) -> Iterator[_Output]:
-    if isinstance(returned, _Output):
-        yield returned
-    elif isinstance(returned, (list, tuple, dict)):
-        for each in returned.values() if isinstance(returned, dict) else returned:
-            yield from _outputs(each)
-
-
-def _returns_plain(returned: Any) -> bool:
-    if isinstance(returned, (list, tuple)) and not isinstance(returned, _Output):
-        return all(map(_returns_plain, returned))
-    if type(returned) is dict:
-        return all(map(_returns_plain, returned.values()))
-    return isinstance(returned, _Output) or is_plain(returned)
-
-
 class Captured(NamedTuple):
-    """The program of a kind of calls, and what belongs to its results."""
+    """The program of a kind of calls, what its results belong to, and the layout of their gradients."""
 
     program: Program
-    returned: Any
+    returned: Callable[[Iterable[torch.Tensor]], Any]
     differentiable: list[bool]
-    # Of the gradients of differentiable results.
     strides: list[tuple[int, ...]]
 
 
 def capture(
     model: nn.Module,
     forward: Callable[..., Any],
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
+    given: Given,
     state: State,
+    strides: Sequence[tuple[int, ...]],
     agreed: Callable[[str], str],
 ) -> Captured:
     """Record a call on other numbers, forward and backward; blocking, collective.
 
     Buffers and random numbers are as before afterwards. ``agreed`` returns the first rank's problem to all of
-    them, and ``NotCapturedError`` says it.
+    them, and ``NotCapturedError`` says it. ``strides`` are those of gradients, if they are known.
     """
-    others = [*map(_other_numbers, tensors)]
-    weights = {id(p): _other_numbers(p) for p in model.parameters()}
-    attempt = Attempt(model, forward, arguments, others, weights)
-    recorder = Recorder(others, state.tensors, weights)
-    versions = [x._version for x in others]
-    drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of the user
-    before = state.copy()
+    others, weights, problem = list[torch.Tensor](), dict[int, torch.Tensor](), ""
+    try:
+        others = [*map(_other_numbers, given.tensors)]
+        weights = {id(p): _other_numbers(p) for p in model.parameters()}
+    except RuntimeError as error:
+        problem = f"a tensor has elements in the same place: {error}"
+    _raise(agreed(problem))
+    recorder, before = Recorder(others, state.tensors, weights), _Before(state, others)
+    gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor]()
     with unchanged(state.fixed.values()):
         try:
             with recorder:
-                attempt.run()
+                attempt = Attempt(model, forward, given, others, weights)
         finally:
-            changed = state.restore(before)
-        problem = recorder.problem or attempt.problem
-        if changed:
-            problem = problem or f"it changes {changed!r}, which is no buffer and no parameter"
-        if versions != [x._version for x in others]:
-            problem = problem or "it changes an input in place"
-        now = random.getstate(), np.random.get_state()  # noqa: NPY002
-        if repr(drawn) != repr(now):
-            problem = problem or "it draws random numbers of Python or numpy"
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])  # noqa: NPY002
+            changed = before.restored()
         outputs, length = [recorder.slot(x) for x in attempt.results], len(recorder.steps)
         if any(recorder.kinds[slot.number] not in {COMPUTED, INPUT} for slot in outputs):
-            problem = problem or "it returns a tensor of its own, and none that it computed"
-        gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor]()
+            changed = changed or "it returns a tensor of its own, and none that it computed"
         # A rank alone would wait for the others in the backward.
-        problem = agreed(problem)
-        if not problem and any(attempt.differentiable):
-            ones = [torch.ones_like(x) for x in attempt.results if x.requires_grad]
+        _raise(agreed(recorder.problem or attempt.problem or changed))
+        if any(attempt.differentiable):
+            ends = [x for x in attempt.results if x.requires_grad]
+            ones = [*map(torch.ones_like, ends)]
+            if strides:
+                ones = [_of_strides(x, each).fill_(1) for x, each in zip(ends, strides, strict=True)]
             gradients = [recorder.results(x) for x in ones]
             with recorder:
                 derivatives = attempt.gradients(ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
-            problem = agreed(recorder.problem)
+            _raise(agreed(recorder.problem))
+    program = Program(recorder, length, outputs, gradients, found)
+    attempt.forget()
+    return Captured(program, attempt.returned, attempt.differentiable, [x.stride() for x in ones])
+
+
+def _raise(problem: str) -> None:
     if problem:
         raise NotCapturedError(problem)
-    program = Program(recorder, length, outputs, gradients, found)
-    return Captured(program, attempt.returned, attempt.differentiable, [x.stride() for x in ones])
+
+
+def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype)
 
 
 def _other_numbers(x: torch.Tensor) -> torch.Tensor:
     # A tensor of the same form; integers, as of classes, must stay in their range.
-    try:
-        size = x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        if x.storage_offset():
-            found = torch.empty(size, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
-        else:
-            found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        some = x.detach()
-        found.copy_(some * 0.75 + 0.125 if x.is_floating_point() or x.is_complex() else some)
-    except RuntimeError as error:
-        raise NotCapturedError(f"an argument has elements in the same place: {error}") from None
+    found = _of_strides(x, x.stride())
+    if x.storage_offset():
+        size = x.storage_offset() + found.untyped_storage().nbytes() // x.element_size()
+        found = torch.empty(size, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+    some = x.detach()
+    found.copy_(some * 0.75 + 0.125 if x.is_floating_point() or x.is_complex() else some)
     return found.requires_grad_(x.requires_grad)
+
+
+class _Before:
+    """What a call changes beside results and buffers, and a replay would not."""
+
+    def __init__(self, state: State, inputs: Sequence[torch.Tensor]) -> None:
+        self._state, self._inputs, self._held = state, inputs, state.copy()
+        self._versions = [x._version for x in inputs]
+        self._numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of the user
+
+    def restored(self) -> str:
+        """Restore it; the reason why the call is not captured if something had changed."""
+        drawn = repr((random.getstate(), np.random.get_state()))  # noqa: NPY002
+        random.setstate(self._numbers[0])
+        np.random.set_state(self._numbers[1])  # noqa: NPY002
+        if changed := self._state.restore(self._held):
+            return f"it changes {changed!r}, which is no buffer and no parameter"
+        if self._versions != [x._version for x in self._inputs]:
+            return "it changes an input in place"
+        return "" if drawn == repr(self._numbers) else "it draws random numbers of Python or numpy"
 
 
 @contextmanager

@@ -13,12 +13,14 @@ as a global variable or an attribute of an object that is no module, is not seen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
@@ -44,38 +46,46 @@ class NotCapturedError(Exception):
     """Why a call cannot be captured."""
 
 
-class Given(NamedTuple):
-    """Arguments of a call: the tensors, blocks in place of split ones, and what describes all of them."""
+class Given:
+    """Arguments of a call: the tensors, blocks in place of split ones, and what describes all of them.
 
-    tensors: list[torch.Tensor]
-    facts: Any
+    ``NotCapturedError`` if one of them is neither a tensor nor a plain value.
+    """
 
+    def __init__(self, arguments: Any, modes: Any) -> None:
+        self._leaves, self._spec = tree_flatten(arguments)
+        self.tensors: list[torch.Tensor] = []
+        self.facts = modes, self._spec, [*map(self._fact, self._leaves)]
 
-def given(arguments: Any) -> Given:
-    """Take arguments apart; ``NotCapturedError`` if one of them is neither a tensor nor a plain value."""
-    tensors: list[torch.Tensor] = []
-    return Given(tensors, _fact(arguments, tensors))
+    def rebuilt(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The arguments with other blocks, and other plain tensors."""
+        others = iter(tensors)
+        leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        return tree_unflatten(leaves, self._spec)
 
-
-def _fact(x: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(x, SplitTensor):
-        block = checked_block(x)
-        tensors.append(block)
-        return x._layout, x._strides, *_of_tensor(block), block.stride(), block.storage_offset()
-    if isinstance(x, torch.Tensor):
-        if x.layout is not torch.strided or (x.requires_grad and torch.is_grad_enabled()):
-            what = "requires a gradient" if x.requires_grad else f"has the layout {x.layout}"
+    def _fact(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            if type(x) not in _PLAIN:
+                raise NotCapturedError(f"an argument is of type {type(x).__name__}")
+            # 1, 1.0 and True are equal.
+            return type(x), x
+        split = isinstance(x, SplitTensor)
+        block = checked_block(x) if isinstance(x, SplitTensor) else x
+        if block.layout is not torch.strided or (not split and x.requires_grad and torch.is_grad_enabled()):
+            what = "requires a gradient" if x.requires_grad else f"has the layout {block.layout}"
             raise NotCapturedError(f"a plain tensor among the arguments {what}")
-        tensors.append(x)
-        return type(x), *_of_tensor(x), x.stride(), x.storage_offset(), x.device
-    if isinstance(x, (list, tuple)):
-        return type(x), *[_fact(each, tensors) for each in x]
-    if isinstance(x, dict):
-        return dict, *x, *[_fact(each, tensors) for each in x.values()]
-    if type(x) not in _PLAIN:
-        raise NotCapturedError(f"an argument is of type {type(x).__name__}")
-    # 1, 1.0 and True are equal.
-    return type(x), x
+        self.tensors.append(block)
+        layout = (x._layout, x._strides) if isinstance(x, SplitTensor) else x.device
+        return layout, *_of_tensor(block), block.stride(), block.storage_offset()
+
+
+def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """A block as part of a tensor that is split as ``x`` is; the block itself if ``x`` is plain."""
+    if not isinstance(x, SplitTensor):
+        return block
+    found = SplitTensor(block, x._layout)
+    found._strides = x._strides
+    return found
 
 
 class State:

@@ -33,8 +33,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from distdl_rma.errors import DistdlError, MismatchError, UnsupportedError
-from distdl_rma.layers.capture.attempt import Arguments, Attempt, Captured, capture, filled, unchanged
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, given
+from distdl_rma.layers.capture.attempt import Attempt, Captured, capture, unchanged
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State
 from distdl_rma.layers.capture.program import InGraph, Kept
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import CallTrace
@@ -55,13 +55,19 @@ _ADVICE = "compile(fallback=True) runs such calls by the split model, and withou
 
 @dataclass
 class _Kind:
-    """A kind of calls. ``captured`` is None if it is refused."""
+    """A kind of calls. ``captured`` is None if it is refused.
+
+    ``strides`` are set if the gradients of a backward had other ones than those of the recording, and the
+    next call records ``again``, once.
+    """
 
     number: int
     facts: Any
     state: State
     captured: Captured | None
     known: bool = False
+    strides: list[tuple[int, ...]] | None = None
+    again: bool = False
 
 
 class Compiled:
@@ -89,17 +95,17 @@ class Compiled:
         model, handle = self._model, self._handle
         if not _usual() or CALL_TRACES:
             return model._call_impl(*args, **kwargs)
-        kind, found = None, Given([], ())
         if self.kinds:
             split = next((x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)), None)
+            kind = found = None
             try:
                 cut = (args, kwargs) if split is not None else handle.cut((args, kwargs), in_graph=True)
-                found = given((_modes(), cut))
+                found = Given(cut, _modes())
                 kind = self._kind(found)
             except (NotCapturedError, DistdlError):
                 # The split model tells the user.
                 pass
-            if kind is not None and kind.known:
+            if kind is not None and kind.known and found is not None:
                 grid = handle.grid if split is None else split.partition
                 return self._replayed(kind, found, handle._calls_of(grid), tensors_in(args, kwargs))
         forward = vars(model).get("forward", self)
@@ -142,8 +148,8 @@ class Compiled:
     def _agree(self, what: str, words: Any) -> dict[int, Any]:
         return gather_words(self.machine.segments, words, f"compile: {what}", self._ranks)
 
-    def _agreed(self, problem: str) -> str:
-        # The problem of the first rank that has one; empty if none has.
+    def agreed(self, problem: str) -> str:
+        """The problem of the first rank that has one; empty if none has. Collective."""
         found = [f"rank {rank}: {its}" for rank, its in self._agree("problems", problem).items() if its]
         return found[0] if found else ""
 
@@ -151,9 +157,9 @@ class Compiled:
         # In place of the model's forward, for a call that is not known: the arguments are cut.
         self._put_back(before)
         self._ranks = self._handle.running_ranks
-        found, problem, kind = Given([], ()), self._problem(), None
+        found, problem, kind = None, self._problem(), None
         try:
-            found = given((_modes(), (args, kwargs)))
+            found = Given((args, kwargs), _modes())
             kind = self._kind(found)
         except NotCapturedError as error:
             problem = problem or str(error)
@@ -171,29 +177,32 @@ class Compiled:
                     " attributes; calls of more kinds are not compiled, and run by the split model"
                 )
             return forward(*args, **kwargs)
-        if kind is None:
-            kind = self._recorded(forward, (args, kwargs), found, problem)
-        if kind.captured is None:
+        if kind is None or kind.again:
+            kind = self._recorded(forward, found, problem, kind)
+        if kind.captured is None or found is None:
             return forward(*args, **kwargs)
-        return self._compared(kind, forward, (args, kwargs), found)
+        return self._compared(kind, forward, found)
 
     def _recorded(
-        self, forward: Callable[..., Any], arguments: Arguments, found: Given, problem: str
+        self, forward: Callable[..., Any], found: Given | None, problem: str, kind: _Kind | None
     ) -> _Kind:
         state, captured, trace = State(self._model), None, CallTrace()
         CALL_TRACES.append(trace)
         try:
-            if problem := self._agreed(problem):
+            if (problem := self.agreed(problem)) or found is None:
                 raise NotCapturedError(problem)
-            captured = capture(self._model, forward, arguments, found.tensors, state, self._agreed)
+            strides = (kind and kind.strides) or []
+            captured = capture(self._model, forward, found, state, strides, self.agreed)
         except NotCapturedError as error:
             self._refuse(str(error))
         finally:
             CALL_TRACES.pop()
         if len({*self._agree("functions", trace.number).values()}) > 1:
             raise MismatchError(f"{self._handle._name}: the ranks have recorded different functions")
-        kind = _Kind(next(self._numbers), found.facts, state, captured)
-        self.kinds.append(kind)
+        if kind is None:
+            facts = None if found is None else found.facts
+            self.kinds.append(kind := _Kind(next(self._numbers), facts, state, None))
+        kind.state, kind.captured, kind.again = state, captured, False
         return kind
 
     def _refuse(self, why: str) -> None:
@@ -220,31 +229,30 @@ class Compiled:
                 return f"module {path!r} is not on the CPU"
         return ""
 
-    def _compared(self, kind: _Kind, forward: Callable[..., Any], arguments: Arguments, found: Given) -> Any:
+    def _compared(self, kind: _Kind, forward: Callable[..., Any], found: Given) -> Any:
         # The split model's results, once they are those of a replay, too.
         replay, state = _Replay(self.machine, kind.captured), kind.state
         with unchanged(state.fixed.values()), torch.no_grad():
             outputs, kept = replay.program.forward(found.tensors)
             buffers = [x.clone() for x in state.fixed.values()]
             drawn = torch.get_rng_state()
-        attempt = Attempt(self._model, forward, arguments, found.tensors)
-        attempt.run()
+        attempt = Attempt(self._model, forward, found, found.tensors, {})
         results = [x.detach() for x in attempt.results]
         names = [*map("result {}".format, range(len(results))), *state.fixed]
         different = _first_different(names, [*outputs, *buffers], [*results, *state.fixed.values()])
         if not torch.equal(drawn, torch.get_rng_state()):
             different = different or "the state of random numbers"
-        if self._is_different(kind, different) or not any(attempt.differentiable):
+        if self.is_different(kind, different) or not any(attempt.differentiable):
             kind.known = kind.captured is not None
-            return filled(attempt.returned, iter(attempt.results))
+            return attempt.returned(attempt.results)
         behind = [*self._learnt(kind), *[x for x in found.tensors if x.requires_grad]]
         call = _Comparison(self, kind, attempt, replay)
         tensors = InGraph.apply(call, tuple(results), kept, attempt.differentiable, *behind)
-        return filled(attempt.returned, iter(tensors))
+        return attempt.returned(tensors)
 
-    def _is_different(self, kind: _Kind, what: str) -> bool:
-        # Whether a replay differs on any rank; an error unless such calls go on uncompiled. Collective.
-        if found := self._agreed(what):
+    def is_different(self, kind: _Kind, what: str) -> bool:
+        """Whether a replay differs on any rank; an error unless such calls go on uncompiled. Collective."""
+        if found := self.agreed(what):
             if not self._fallback:
                 self.kinds.remove(kind)
             kind.captured, kind.known = None, False
@@ -258,17 +266,17 @@ class _Replay:
     def __init__(self, machine: Machine, captured: Captured | None) -> None:
         if captured is None:
             raise UnsupportedError("a call that cannot be replayed is replayed")
-        self.machine, self.program, self._captured = machine, captured.program, captured
+        self.machine, self.program, self.captured = machine, captured.program, captured
 
     def run(self, learnt: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns; blocking, collective."""
-        captured = self._captured
+        captured = self.captured
         with torch.no_grad():
             outputs, kept = self.program.forward(tensors)
         if any(captured.differentiable):
             behind = (*learnt, *[x for x in tensors if x.requires_grad])
             outputs = InGraph.apply(self, outputs, kept, captured.differentiable, *behind)
-        return filled(captured.returned, iter(outputs))
+        return captured.returned(outputs)
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Gradients of parameters and inputs; blocking, collective."""
@@ -276,7 +284,7 @@ class _Replay:
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Gradients of all differentiable results; ``UnsupportedError`` if a result got none."""
-        able = [x for x, each in zip(gradients, self._captured.differentiable, strict=True) if each]
+        able = [x for x, each in zip(gradients, self.captured.differentiable, strict=True) if each]
         missing = [at for at, x in enumerate(able) if x is None]
         if missing:
             raise UnsupportedError(
@@ -287,7 +295,7 @@ class _Replay:
         # In the layout of the results: that of the number 1 for all elements, as of sum(), would be another.
         return [
             x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
-            for x, strides in zip(able, self._captured.strides, strict=True)
+            for x, strides in zip(able, self.captured.strides, strict=True)
             if x is not None
         ]
 
@@ -301,17 +309,22 @@ class _Comparison:
 
     def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Gradients of the split model; blocking, collective."""
-        given, kind = self._replay.given(gradients), self._kind
-        found = self._replay.program.backward(kept, given)
-        true = self._attempt.gradients(given)
+        kind, owner, replay = self._kind, self._owner, self._replay
+        given, passed = replay.given(gradients), [x for x in gradients if x is not None]
+        found, compares = replay.program.backward(kept, given), kind.captured is replay.captured
+        if compares and kind.strides is None:
+            # Those of a gradient with elements of its own; not those of one number for all elements.
+            alike = [torch.empty_like(x).stride() == x.stride() for x in passed]
+            own = [(x if dense else y).stride() for x, y, dense in zip(passed, given, alike, strict=True)]
+            if owner.agreed("" if own == replay.captured.strides else "other strides"):
+                kind.strides, kind.again, compares = own, True, False
+        true = self._attempt.gradients(given if compares else passed)
         # The engine of the inner graph has a number of its own.
         note_reached_split()
         names = [f"the gradient of {name!r}" for name in kind.state.names]
         names += [f"the gradient of input {at}" for at in range(len(true) - len(names))]
-        if kind.captured is not None and not self._owner._is_different(
-            kind, _first_different(names, found, true)
-        ):
-            kind.known = True
+        if compares and not kind.again:
+            kind.known = not owner.is_different(kind, _first_different(names, found, true))
         return true
 
 

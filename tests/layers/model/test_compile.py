@@ -339,7 +339,7 @@ def test_hooks_modes_and_options(P_world):
     y = model(x)
     with torch.no_grad():
         model[3].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified"):
         square(y).backward()
     twin = copy.deepcopy(model)
     assert kinds(model) == [True]
