@@ -51,6 +51,7 @@ _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 # Kernels after which a tensor is in other memory.
 _MOVE = frozenset({"set_", "resize_", "resize_as_", "set_data"})
 _VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_INDEX, _MASKS = torch.ops.aten.index.Tensor, (torch.bool, torch.uint8)
 # Autograd functions whose backward asks for the graph around it, which a replay does not have.
 _OF_GRAPH = {
     "_Gathered": "full_tensor() in a graph",
@@ -172,7 +173,7 @@ class Recorder:
         self.tensors.append(x)
         self.kinds.append(kind)
         self._by_id[id(x)] = number
-        if x.layout is torch.strided and x.numel():
+        if _has_memory(x) and x.numel():
             self._by_view[_view(x)] = number
             self._by_memory.setdefault(x.untyped_storage().data_ptr(), number)
         return number
@@ -180,8 +181,8 @@ class Recorder:
     def slot(self, x: torch.Tensor) -> Slot:
         """The slot of an operand."""
         number = self._known(x)
-        if number is None and x.layout is not torch.strided:
-            self.refuse(f"a tensor has the layout {x.layout}")
+        if number is None and not _has_memory(x):
+            self.refuse(f"a tensor of the layout {x.layout} has no memory of its elements")
             return Slot(self.add(x, CONSTANT))
         if number is not None:
             return Slot(number)
@@ -199,7 +200,7 @@ class Recorder:
 
     def _known(self, x: torch.Tensor) -> int | None:
         number = self._by_id.get(id(x))
-        if number is None and x.layout is torch.strided and x.numel():
+        if number is None and _has_memory(x) and x.numel():
             number = self._by_view.get(_view(x))
         return number
 
@@ -262,7 +263,9 @@ class Recorder:
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
-        if not _VALUES.isdisjoint(func.tags):
+        # Indexing by integers gives the same shape for all values.
+        by_mask = func is not _INDEX or any(x.dtype in _MASKS for x in tensors_in(args[1]))
+        if by_mask and not _VALUES.isdisjoint(func.tags):
             self.refuse(f"{name.strip('_')} makes Python, or a shape, depend on the values of a tensor")
         if name in _MOVE:
             self.refuse(f"{name} gives a tensor other memory")
@@ -320,6 +323,10 @@ def _held(x: Any) -> list[torch.Tensor]:
     if isinstance(x, partial):
         inner += [x.func, *x.args, *x.keywords.values()]
     return [*tensors_in(x, inner), *chain.from_iterable(map(_held, inner))]
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x._is_zerotensor()
 
 
 def _view(x: torch.Tensor) -> Any:

@@ -36,6 +36,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.ops.core.autograd import RECORDINGS
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.operation import GatherComputeScatter
 from distdl_rma.layers.ops.core.order import outputs_of
@@ -377,7 +378,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
             return padded
         y: torch.Tensor = pool(self._read.add_padding(x), kernel, stride, 0, dilation)
         # A result of -inf may be an element of the padding.
-        return super()._local(x) if self._padded and bool(y.isneginf().any()) else y
+        return super()._local(x) if self._padded and _has_infinite(y) else y
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
         found = argmax_windows(self._read.add_padding(x), *self._arguments)
@@ -394,6 +395,22 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         ]
         inputs = torch.meshgrid(*first, indexing="ij")
         return [torch.where(outside, i, at) for i, at in zip(inputs, found, strict=True)]
+
+
+def _has_infinite(y: torch.Tensor) -> bool:
+    # A replay has no branch, and so cannot go the other way.
+    if RECORDINGS and RECORDINGS[-1].notes:
+        RECORDINGS[-1].called(_refuse_infinite, y)
+        return False
+    return bool(y.isneginf().any())
+
+
+def _refuse_infinite(y: torch.Tensor) -> None:
+    if _has_infinite(y):
+        raise UnsupportedError(
+            "max_pool of a compiled model: windows at the padding read nothing but -inf; run the model"
+            " without compile()"
+        )
 
 
 def _first_input(window: Window, output: int) -> int:
