@@ -135,8 +135,11 @@ def capture(
     """
     others, weights, problem = list[torch.Tensor](), dict[int, torch.Tensor](), ""
     try:
-        others = [*map(_other_numbers, given.tensors)]
-        weights = {id(p): _other_numbers(p) for p in model.parameters()}
+        # In the range of the inputs: a function may take no others.
+        others = [
+            _with_numbers(x, lambda y: y * 0.75 + y.flip([*range(y.dim())]) * 0.25) for x in given.tensors
+        ]
+        weights = {id(p): _with_numbers(p, lambda y: y * 0.75 + 0.125) for p in model.parameters()}
     except RuntimeError as error:
         problem = f"a tensor has elements in the same place: {error}"
     _raise(agreed(problem))
@@ -146,6 +149,9 @@ def capture(
         try:
             with recorder:
                 attempt = Attempt(model, forward, given, others, weights)
+        except Exception as error:
+            error.add_note("compile: raised while a call was recorded on other numbers than the program's")
+            raise
         finally:
             changed = before.restored()
         outputs, length = [recorder.slot(x) for x in attempt.results], len(recorder.steps)
@@ -177,14 +183,14 @@ def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype)
 
 
-def _other_numbers(x: torch.Tensor) -> torch.Tensor:
+def _with_numbers(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     # A tensor of the same form; integers, as of classes, must stay in their range.
     found = _of_strides(x, x.stride())
     if x.storage_offset():
         size = x.storage_offset() + found.untyped_storage().nbytes() // x.element_size()
         found = torch.empty(size, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
     some = x.detach()
-    found.copy_(some * 0.75 + 0.125 if x.is_floating_point() or x.is_complex() else some)
+    found.copy_(change(some) if x.is_floating_point() or x.is_complex() else some)
     return found.requires_grad_(x.requires_grad)
 
 

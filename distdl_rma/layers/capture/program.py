@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -162,26 +162,16 @@ def _needed(steps: Sequence[Step], results: Iterable[Any]) -> list[Step]:
     return kept[::-1]
 
 
-class Call(Protocol):
-    """A call of a model, in the graph."""
-
-    @property
-    def machine(self) -> Any:
-        """Of the model."""
-        ...
-
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of inputs and parameters."""
-        ...
-
-
 class InGraph(OperatorFunction):
-    """Puts results of a program, computed without a graph, behind the inputs and parameters of a model."""
+    """Puts results of a program, computed without a graph, behind the inputs and parameters of a model.
+
+    ``call`` has a ``machine``, and a ``backward`` of what was kept and of the gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: Any,
         outputs: tuple[torch.Tensor, ...],
         kept: Kept,
         differentiable: Sequence[bool],

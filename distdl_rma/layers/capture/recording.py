@@ -53,12 +53,7 @@ _MOVE = frozenset({"set_", "resize_", "resize_as_", "set_data"})
 _VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _INDEX, _MASKS = torch.ops.aten.index.Tensor, (torch.bool, torch.uint8)
 # Autograd functions whose backward asks for the graph around it, which a replay does not have.
-_OF_GRAPH = {
-    "_Gathered": "full_tensor() in a graph",
-    "_Port": "an autograd function of the user's, or a backward hook of a module",
-    "_Arguments": "an autograd function of the user's, or a backward hook of a module",
-    "_Result": "an autograd function of the user's, or a backward hook of a module",
-}
+_OF_GRAPH = frozenset({"_Gathered", "_Port", "_Arguments", "_Result"})
 _dispatches: Callable[[], bool] = torch._C._is_torch_function_enabled
 INPUT, STATE, CONSTANT, COMPUTED = "an input", "a tensor of the model", "a constant", ""
 
@@ -288,8 +283,10 @@ class Recorder:
 
     def forward(self, function: type[OperatorFunction], ctx: Any, args: Sequence[Any]) -> Any:
         """Run the forward of an autograd function as one step."""
-        if reason := _OF_GRAPH.get(function.__name__):
-            self.refuse(reason)
+        if function.__name__ in _OF_GRAPH:
+            self.refuse(
+                "full_tensor() in a graph, an autograd function of the user's or a backward hook of a module"
+            )
         self._contexts, ctx.noted = self._contexts + 1, self._contexts
         given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
         with self.paused():
@@ -348,14 +345,12 @@ class _Forward:
 def _noted(function: type[OperatorFunction]) -> Any:
     # The same autograd function, noted. Its node in the graph has the same name.
     def forward(ctx: Any, *args: Any) -> Any:
-        recording: Any = RECORDINGS[-1]
-        return recording.forward(function, ctx, args)
+        return RECORDINGS[-1].forward(function, ctx, args)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         if not RECORDINGS:
             return function.backward(ctx, *gradients)
-        recording: Any = RECORDINGS[-1]
-        return recording.backward(function, ctx, gradients)
+        return RECORDINGS[-1].backward(function, ctx, gradients)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(function.__name__, (function,), methods)

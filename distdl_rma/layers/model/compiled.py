@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import DistdlError, MismatchError, UnsupportedError
 from distdl_rma.layers.capture.attempt import Attempt, Captured, capture, unchanged
@@ -44,11 +45,13 @@ from distdl_rma.layers.ops.core.autograd import compiles, tracer
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import CALL_TRACES
+from distdl_rma.layers.split.calls.table import OBSERVERS
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import gather_words
 from distdl_rma.segments.machine import Machine
 
 _MOST = 8
+_has_any_global_hook: Any = torch_module._has_any_global_hook
 _hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
 
@@ -345,12 +348,14 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _usual() -> bool:
-    # Whether no mode of torch is on that acts on calls of Python, and that a replay would not see.
+    # Whether nothing is on that acts on calls of Python, and that a replay would not see.
     return not (
         compiles() is not None
         or tracer()
         or torch.is_inference_mode_enabled()
         or _hooks_of_saved(False) is not None
+        or _has_any_global_hook()
+        or OBSERVERS
         or forward_ad._current_level >= 0
     )
 

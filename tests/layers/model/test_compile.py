@@ -19,6 +19,8 @@ from distdl_rma import (
     shard,
 )
 from tests.layers.model.nets import FNO2d, UNet
+from tests.layers.model.test_nets import MODELS as MODELS_OF_ALL
+from tests.layers.model.test_nets import made, zoo
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
 
@@ -64,7 +66,7 @@ class Pair:
 
         def step(model, optimizer):
             optimizer.zero_grad()
-            value = loss(model(x))
+            value = loss(model(*x) if isinstance(x, tuple) else model(x))
             value.backward()
             optimizer.step()
             return torch.tensor(float(value.detach()))
@@ -133,6 +135,17 @@ def test_training_is_that_of_the_split_model(P_world, name):
     torch.manual_seed(3)
     with Pair(made(), grid or of_size(P_world.size)) as pair:
         assert kinds(pair.train(make)) == [True]
+
+
+@pytest.mark.sizes(2)
+@pytest.mark.parametrize(
+    "name", ["AttentionUnet", "SegResNet", "MobileNetV3", "SwinTransformer, second version"]
+)
+def test_a_public_model_trains_as_the_split_one(P_world, name):
+    public = MODELS_OF_ALL[name]
+    torch.manual_seed(5)
+    with Pair(made(public), "2x1") as pair:
+        assert kinds(pair.train(public.inputs, zoo.loss_of, steps=3)) == [True]
 
 
 def test_many_functions_random_numbers_and_containers(P_world):
@@ -330,6 +343,10 @@ def test_hooks_modes_and_options(P_world):
     with pytest.raises(UnsupportedError, match="hooks of the user"):
         model(x)
     handle.remove()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    model(x)
+    handle.remove()
+    assert kinds(model) == []
     with torch.autocast("cpu"), pytest.raises(UnsupportedError, match="autocast"):
         model(x)
     for _ in range(3):

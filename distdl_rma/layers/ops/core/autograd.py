@@ -110,27 +110,8 @@ def tracer() -> str:
     return "torch.export" if _fake() is not None else ""
 
 
-class Recording(Protocol):
-    """What notes the operations of a model's call, so that they can be replayed (``layers/capture``)."""
-
-    # Whether it notes now; false within a step that is noted as a whole.
-    notes: bool
-
-    def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
-        """Apply an autograd function, and note it as one step."""
-        ...
-
-    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that exchanges data or draws numbers without autograd, and note it as one step."""
-        ...
-
-    def unnoted(self, make: Callable[[], R]) -> R:
-        """Call a function that makes what a site keeps: it is no step."""
-        ...
-
-
-# The recording that is under way; empty if there is none.
-RECORDINGS: list[Recording] = of_each_rank()
+# The ``Recorder`` of ``layers/capture`` that notes the operations of a call; empty if there is none.
+RECORDINGS: list[Any] = of_each_rank()
 
 
 class OperatorFunction(torch.autograd.Function):
