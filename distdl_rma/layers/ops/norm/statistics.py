@@ -150,8 +150,6 @@ def without_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     A norm of infinite elements is NaN in torch, without a warning.
     """
-    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
-        return np.errstate(all="ignore")(function)
 
     @wraps(function)
     def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
