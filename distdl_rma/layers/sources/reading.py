@@ -4,7 +4,7 @@
 
     numpy, a raw file     array            taken as it is, if nobody else refers to it; else copied
     h5py, Zarr            array            likewise
-    netCDF4, packed       masked array     missing floats are NaN; missing integers are an error
+    netCDF4               masked array     missing floats are NaN; missing integers are an error
     tensorstore           a promise        .read().result()
     dask, xarray          a graph          .compute(scheduler="synchronous"), .values
     torch                 a tensor         copied

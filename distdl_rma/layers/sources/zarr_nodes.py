@@ -21,7 +21,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from distdl_rma.errors import ArgumentError, DataError, UnsupportedError
 from distdl_rma.layers.sources.dimensions import Dimensions, of_attributes, of_level, ome
-from distdl_rma.layers.sources.packed import unpacked
+from distdl_rma.layers.sources.packed import check_stored
 from distdl_rma.layers.sources.remote import filesystem, is_url, needed, opened
 
 # A store, and what is within it.
@@ -57,7 +57,7 @@ def chosen(path: str, names: Iterable[str], name: str | None) -> str:
 
 
 def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
-    """An array of Zarr, unpacked, and its dimensions."""
+    """An array of Zarr, and its dimensions."""
     zarr, (home, inner) = needed("zarr", "zarr"), store_of(path)
     store, root = _store(zarr, home)
 
@@ -90,7 +90,8 @@ def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
     if "_ARRAY_DIMENSIONS" in attributes and metadata.zarr_format == _ZARR_2:
         # There xarray writes its fill value to this place.
         attributes.setdefault("_FillValue", found.fill_value)
-    return unpacked(path, found, attributes), where
+    check_stored(path, found, attributes)
+    return found, where
 
 
 def _store(zarr: Any, path: str) -> tuple[Any, str]:
