@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
     )
-    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr or .h5: 64x64x64")
+    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr: 64x64x64")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
 
 
