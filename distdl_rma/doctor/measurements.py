@@ -44,7 +44,7 @@ def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]]
     (machine,) = machines
     steps: list[tuple[str, Callable[[], object]]] = []
     if machine.size > 1:
-        steps.append(("put", partial(put, machine)))
+        steps.append((f"put {'between nodes' if len(job.nodes) > 1 else 'on a node'}", partial(put, machine)))
     steps.append(("convolve a split image", partial(convolution, job, machine)))
     steps.append(("close the machine", partial(machine.close)))
     for step, call in steps:

@@ -154,7 +154,7 @@ def test_a_small_container_is_an_error_with_the_remedy():
 
 @pytest.mark.parametrize(
     ("rank", "text"),
-    [(0, "rank 0 could not put: TimeoutError"), (1, "rank 1 could not send the results")],
+    [(0, "rank 0 could not put on a node: TimeoutError"), (1, "rank 1 could not send the results")],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
     done = completed(

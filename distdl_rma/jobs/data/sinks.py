@@ -137,36 +137,27 @@ def create_array(
             f"create_array: shape {(*shape,)} must have the {len(blocks)} dimensions of like=, which is"
             f" {tuple(layout.shape)}"
         )
-    given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
-    return _planned(path, shape, kind, blocks, given, chunks, like.machine, like.partition.ranks)
+    owners: dict[str, Any] = {"machine": like.machine, "ranks": like.partition.ranks}
+    given: dict[str, Any] = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
+    return new_array(path, shape, kind, blocks, chunks=chunks, **owners, **given)
 
 
-def array_of_one(
+def new_array(
     path: str | os.PathLike[str],
     shape: Sequence[int],
     dtype: Any,
     blocks: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
-    **given: Any,
-) -> ArraySink:
-    """As :func:`create_array`, for an array that one process makes; local. Chunks divide ``blocks``.
-
-    What is ``given`` is what :func:`create_array` takes of the dimensions: axes, spacing, units and origin.
-    """
-    return _planned(path, shape, dtype, blocks, given, chunks)
-
-
-def _planned(
-    path: str | os.PathLike[str],
-    shape: Sequence[int],
-    dtype: Any,
-    blocks: Sequence[int],
-    given: dict[str, Any],
-    chunks: Sequence[int] | None = None,
     machine: Machine | None = None,
     ranks: Sequence[int] = (),
+    **given: Any,
 ) -> ArraySink:
+    """As :func:`create_array`, for an array that ``ranks`` of a machine make, or one process; local.
+
+    Chunks divide ``blocks``. What is ``given`` is what :func:`create_array` takes of the dimensions: axes,
+    spacing, units and origin.
+    """
     place, _, name = os.fspath(path).partition("::")
     if is_url(place):
         raise ArgumentError(
@@ -178,7 +169,7 @@ def _planned(
             f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
             " other files pass what their library opens to write_shards, or a Sink"
         )
-    kind = _numpy_dtype(dtype)
+    kind = numpy_dtype(dtype)
     if chunks is not None:
         fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
         if not suffix.endswith(".zarr") or not fits or min(chunks, default=1) < 1:
@@ -435,7 +426,7 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: a tensor of shape {extents} at {start} does not lie in {label(sink)} of {shape}"
         )
     # Of another byte order the array that is written converts.
-    if (wanted := _numpy_dtype(sink.dtype)).newbyteorder("=") != (found := _numpy_dtype(y.dtype)):
+    if (wanted := numpy_dtype(sink.dtype)).newbyteorder("=") != (found := numpy_dtype(y.dtype)):
         raise ShapeError(
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
@@ -501,7 +492,8 @@ def _block_chunks(blocks: Sequence[int], shape: Sequence[int], itemsize: int) ->
     return tuple(chunks)
 
 
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Numpy's type of elements of numpy, torch or tensorstore."""
     if isinstance(dtype, torch.dtype):
         if dtype not in NUMPY:
             raise UnsupportedError(f"numpy has no elements of {dtype}; write them as float32: y.float()")
