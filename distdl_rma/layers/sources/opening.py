@@ -252,15 +252,9 @@ def hdf5(path: str, name: str | None) -> tuple[Any, Dimensions]:
     with hdf5_lock():
         found = name and behind_links(h5py, path, name)
         if not isinstance(found, h5py.Dataset):
-            file, names, links = hdf5_file(h5py, path), list[str](), list[str]()
+            file, names = hdf5_file(h5py, path), list[str]()
             file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
-            file.visititems_links(
-                lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
-            )
-            name = chosen(path, names if len(names) == 1 and name is None else names + links, name)
-            found = behind_links(h5py, path, name)
-            if not isinstance(found, h5py.Dataset):
-                raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
+            found = behind_links(h5py, path, chosen(path, names, name))
         check_own(found)
         if found.shape is None:
             raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")

@@ -69,13 +69,9 @@ def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
     try:
         found = node(*parts)
     except _MISSING:
-        *above, last = parts
-        levels = _names(zarr, node(*above), every=True)
-        if not (last.isdecimal() and int(last) < len(levels)):
-            if name is not None:
-                chosen(path, _names(zarr, node(inner), every=True), name)
-            raise
-        found = node(*above, levels[int(last)])
+        if name is not None:
+            chosen(path, _names(zarr, node(inner), every=True), name)
+        raise
     while isinstance(found, zarr.Group):
         names, before = _names(zarr, found), f"{name.strip('/')}/" if name else ""
         # A name without letters would lead here again.
