@@ -101,15 +101,13 @@ class Job:
     """What is known of a job on its first rank; empty or 0 where it is not known.
 
     ``nodes`` are ranks by node. ``transports`` has for each rank a text with a letter for each peer: ``s``
-    shared memory of the node, ``r`` MPI's puts, ``-`` the rank itself. ``measured`` is in seconds, or
-    in bytes per second.
+    shared memory of the node, ``r`` MPI's puts, ``-`` the rank itself.
     """
 
     ranks: list[RankFacts] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=list)
     segment_bytes: int = 0
     transports: dict[int, str] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 

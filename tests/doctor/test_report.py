@@ -36,20 +36,6 @@ def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():
     ]
 
 
-def test_quantities_have_three_digits_and_a_unit():
-    measured = job()
-    measured.measured = {
-        "put_latency_on_node_seconds": 1.2345e-6,
-        "put_bandwidth_on_node_bytes_per_second": 9.8765e9,
-        "allreduce_4MiB_seconds": 1.2345e-2,
-    }
-    assert [line.split("  ")[-1].strip() for line in lines(measured, "measured")] == [
-        "1.23 us",
-        "9.88 GB/s",
-        "12.3 ms",
-    ]
-
-
 def test_a_finding_is_two_lines_and_none_is_one():
     text = as_text(job(), [Finding("error", "what is wrong", "what to do")])
     assert text.endswith("findings\n  error: what is wrong\n    what to do\n")

@@ -23,7 +23,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -31,8 +30,8 @@ import numpy as np
 
 from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.augmentation import permutation
 from distdl_rma.jobs.data.dataset import Block, ShardDataset
+from distdl_rma.jobs.data.draws import permutation
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.entry import grid_for
@@ -73,8 +72,6 @@ class ShardLoader:
     prefetch
         Batches that a thread of this rank reads ahead; each needs the memory of its blocks. 0: none, a batch
         is read when the loop asks for it.
-    progress
-        Whether the first rank shows a progress bar on standard error, which needs the package ``rich``.
 
     Raises
     ------
@@ -113,18 +110,16 @@ class ShardLoader:
         shuffle: bool = False,
         drop_last: bool = False,
         prefetch: int = 1,
-        progress: bool = False,
     ) -> None:
         machine = getattr(dataset, "machine", None)
         if not isinstance(machine, Machine):
             raise ConfigurationError(
-                "ShardLoader: takes a ShardDataset whose grid is on the ranks of a machine, got"
-                f" {dataset!r}; a worker process has no machine"
+                f"ShardLoader: takes a ShardDataset whose grid is on the ranks of a machine, got {dataset!r}"
             )
         self.dataset, self.machine = dataset, Machine.of(machine)
         self.epoch, self.replica = 0, 0
         self._batch, self._replicas, self._prefetch = batch, replicas, prefetch
-        self._shuffle, self._drop_last, self._progress = bool(shuffle), bool(drop_last), bool(progress)
+        self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
         # Where the loop goes on, in samples of all replicas, and where the next loop begins.
         self._samples = self._start = 0
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
@@ -170,12 +165,6 @@ class ShardLoader:
                 raise ConfigurationError(
                     f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
                 )
-        if self._progress and self._is_first and find_spec("rich") is None:
-            raise ConfigurationError("ShardLoader: progress=True needs the package rich: pip install rich")
-
-    @property
-    def _is_first(self) -> bool:
-        return self.machine.rank == self.machine.ranks[0]
 
     def _own_partition(self) -> Partition:
         grid, machine = self.dataset.grid, self.machine
@@ -224,7 +213,6 @@ class ShardLoader:
             if self._prefetch:
                 reader = ThreadPoolExecutor(1, "ShardLoader")
                 stack.callback(reader.shutdown, cancel_futures=True)
-            advance = self._shown(epoch, start, stack)
 
             def begun(end: int, places: range) -> tuple[int, Read]:
                 items = order[places.start : places.stop].tolist()
@@ -241,7 +229,6 @@ class ShardLoader:
                 ahead.extend(begun(*step) for step in islice(steps, 1))
                 self._samples = end
                 yield ready.pop()
-                advance()
         self.epoch, self._samples = epoch + 1, 0
 
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
@@ -261,17 +248,6 @@ class ShardLoader:
             x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
         )
         return tensors if len(tensors) > 1 else tensors[0]
-
-    def _shown(self, epoch: int, start: int, stack: ExitStack) -> Callable[[], None]:
-        # Begins the progress bar, which ends with the stack; what advances it by a step.
-        if not (self._progress and self._is_first):
-            return lambda: None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        bar = stack.enter_context(Progress(console=Console(stderr=True)))
-        total, left = len(self), sum(1 for _ in self._steps(start))
-        return partial(bar.advance, bar.add_task(f"epoch {epoch}", total=total, completed=total - left))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop; local, alike on all ranks.

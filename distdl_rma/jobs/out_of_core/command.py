@@ -12,11 +12,12 @@ above.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from distdl_rma.errors import ArgumentError, DistdlError
@@ -59,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
     )
-    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr or .h5: 64x64x64")
+    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr: 64x64x64")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
 
 
@@ -153,16 +154,11 @@ def _named(text: str) -> Any:
     if not name or not module.replace(".", "").isidentifier() or module.startswith("."):
         raise ArgumentError(f"predict: {text!r} is not of the form module:function, without a path and .py")
     with _code_of_user(f"the module {module}"):
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            # A module that this one imports is missing: an error of the user's code, with its traceback.
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
+        if find_spec(package := module.partition(".")[0]) is None:
             raise ArgumentError(
-                f"predict: there is no module {error.name!r}; start the command in its folder, or set"
-                " PYTHONPATH"
-            ) from None
+                f"predict: there is no module {package!r}; start the command in its folder, or set PYTHONPATH"
+            )
+        found = import_module(module)
     if not hasattr(found, name):
         raise ArgumentError(f"predict: module {module!r} has no {name!r}")
     return getattr(found, name)

@@ -319,12 +319,6 @@ class Scratch:
         if self._thread is not threading.current_thread() and os.getpid() == self._process:
             self._thread.join()
 
-    def __enter__(self) -> Scratch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"scratch: the file in {self.folder} is closed")
@@ -436,12 +430,9 @@ def _in_memory(folder: Path) -> str:
     """Type of the file system of a folder if that lies in memory, else an empty text."""
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    mounts = ""
     # Unreadable, or no file number is left: it is for a warning only.
     with suppress(OSError):
-        mounts = Path("/proc/self/mountinfo").read_text()
-    for line in mounts.splitlines():
-        fields = line.split()
-        if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
-            return kind
+        for fields in map(str.split, Path("/proc/self/mountinfo").read_text().splitlines()):
+            if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
+                return kind
     return ""
