@@ -70,6 +70,8 @@ _MOST_IDLE_NBYTES = 1 << 28
 _LONGER = 1.25
 # Chunks of a result for each slab, where slabs do not end with chunks.
 _PARTS = 4
+# A sliding window, as its users set it.
+_ROI, _OVERLAP = 96, 0.25
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,10 @@ class Plan:
     ahead_nbytes
         Of the source, what is in memory beside the slab that is computed: the box of the next one, and rows
         of chunks that a slab cuts. 0 where the memory does not suffice, and of a source in memory.
+    tile, tile_voxels, tile_reads
+        For comparison, a sliding window with 96 elements in each spatial dimension, or the whole extent if
+        that is less, and an overlap of 0.25: its shape, how many elements all tiles have for each one of a
+        sample, and the bytes of the source that reading them fetches for each byte of it.
 
     Examples
     --------
@@ -173,6 +179,9 @@ class Plan:
     disk_nbytes: int
     reads: float
     ahead_nbytes: int
+    tile: tuple[int, ...]
+    tile_voxels: float
+    tile_reads: float
     #: Extents of the chunks of a new result, at most: slabs end where chunks end, or each chunk is a small
     #: part of a slab.
     chunks: tuple[int, ...]
@@ -218,6 +227,8 @@ class Plan:
             "passes": passes,
             "disk": size_text(self.disk_nbytes) if self.disk_nbytes else "none",
             "reads": f"{self.reads:.2f} x the source{', a slab ahead' * (self.ahead_nbytes > 0)}",
+            "tiles": f"of {' x '.join(map(str, self.tile))}, overlap {_OVERLAP}, would be"
+            f" {self.tile_voxels:.1f} x the voxels, and read {self.tile_reads:.1f} x the source",
         }
         return "\n".join(f"{name:10}{text}" for name, text in lines.items())
 
@@ -301,6 +312,7 @@ def planned(
     splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
     chunks = ((1,) if form.has_batch else ()) + _chunks(whole.shape[1:], splits, dim, costs.found.lag)
+    tiles = [_tiles(n) for n in sample[_LEADING:]]
     rows = [list(map(each.interval, range(each.parts))) for each in splits[_LEADING:]]
     unit = costs.chunk if keeps and prod(chosen) == chosen[dim] and costs.cuts_chunks(chosen) else 1
     ends = [0, *(min(-(-stop // unit) * unit, sample[dim]) for _, stop in rows[dim - _LEADING])]
@@ -311,7 +323,9 @@ def planned(
         shape, result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits), waits, memory,
         int(kept + forward + resident + idle), whole.nbytes, int(disk),
         fetched_of(source, [*leading, *rows]), costs.source_nbytes(chosen, samples, keeps, ahead),
-        chunks, unit,
+        tuple(each[0][1] for each in tiles),
+        prod(sum(b - a for a, b in each) / n for each, n in zip(tiles, sample[_LEADING:], strict=True)),
+        fetched_of(source, [*leading, *tiles]), chunks, unit,
         int(costs.messages + resident), int(idle), form,
     )  # fmt: skip
 
@@ -454,6 +468,13 @@ def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
     if shape[0] > 1 or shape[1] > 1:
         raise ArgumentError(f"predict: a grid cuts spatial dimensions, got {grid!r}")
     return shape
+
+
+def _tiles(extent: int) -> list[tuple[int, int]]:
+    # Where a sliding window lies along a dimension: the last one is moved inside.
+    roi = min(_ROI, extent)
+    starts = [*range(0, extent - roi, max(1, int(roi * (1 - _OVERLAP)))), extent - roi]
+    return [(start, start + roi) for start in starts]
 
 
 def _chunks(result: Sequence[int], splits: Sequence[Split], dim: int, lag: int) -> tuple[int, ...]:

@@ -157,3 +157,21 @@ def test_a_slab_is_read_ahead_only_within_the_memory():
     assert ahead == sorted(ahead) and {*ahead} == {False, True}
     assert all(plan.nbytes <= 0.85 * plan.memory for plan in plans)
     assert plan_prediction(model, np.zeros((256, 2048), np.float32), grid={"H": 8}).ahead_nbytes == 0
+
+
+def test_tiles_lie_as_a_sliding_window_lays_them():
+    model = seeded(lambda: UNet(3, "none"))
+    plan = plan_prediction(model, Counting((200, 96, 40), (32, 32, 32)).source, memory="1GiB")
+    # Tiles begin at 0, 72 and 104, and touch chunks of 96, 168 - 64 + 24 and 104 rows.
+    assert plan.tile == (96, 96, 40) and plan.tile_voxels == pytest.approx(288 / 200)
+    assert plan.tile_reads == pytest.approx((96 + 128 + 104) / 200)
+    assert "of 96 x 96 x 40, overlap 0.25, would be 1.4 x the voxels, and read 1.6 x the source" in str(plan)
+    inferers = pytest.importorskip("monai.inferers")
+    tiles = []
+
+    def network(tile):
+        tiles.append(tile.numel())
+        return tile
+
+    inferers.SlidingWindowInferer((96, 96, 96), overlap=0.25)(torch.zeros(1, 1, 200, 96, 40), network)
+    assert sum(tiles) == 288 * 96 * 96  # it fills up what is shorter
