@@ -134,7 +134,6 @@ REFUSED = {
 }
 REFUSED_OF_SEVERAL = {
     "Linear(flat, flat, space, 3, 4)": "PartitionError: data-parallel blocks, but P_x",
-    "CrossEntropyLoss(plane, reduction='none')": "UnsupportedError: 'none' with classes split",
     "SumReduce(plane, blocks)": r"PartitionError: SumReduce: grids \(1, \d\) and \(\d, 1\) do not fit",
     "Broadcast(plane, blocks)": r"PartitionError: Broadcast: grids \(\d, 1\) and \(1, \d\) do not fit",
     "SumReduce(one, flat)": r"PartitionError: grids \(1,\) and \(\d,\)",

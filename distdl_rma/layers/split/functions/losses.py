@@ -71,7 +71,11 @@ def _reduced(
     total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
     if reduction != "sum" and isinstance(count, torch.Tensor):
         # One allreduce for both.
-        total, count = all_sum(site, torch.stack([total, count.to(total.dtype)]), layout, cut).unbind()
+        summands = torch.stack([total, count.to(total.dtype)])
+        constant = total.requires_grad and not count.requires_grad
+        total, count = all_sum(site, summands, layout, cut).unbind()
+        # The gradient of a constant count would make that of the terms no constant: see ``_AllSum``.
+        count = count.detach() if constant else count
     else:
         total = all_sum(site, total, layout, cut)
     total = total if reduction == "sum" else total / count
@@ -238,7 +242,7 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     dim = 0 if len(shape := x.shape) == 1 else 1
     if not any_cut(x, target) or not shape[dim]:
         return on_whole_tensors(*call)
-    of_indices = has_indices(func, target)
+    of_indices = has_indices(func, target.is_floating_point())
     if not (of_indices or isinstance(x, SplitTensor)):
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
