@@ -98,7 +98,8 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
     Parameters
     ----------
     reduction
-        ``"batchmean"`` too: the sum over all elements, divided by the global extent of dimension 0. ``"mean"`` warns as torch does.
+        ``"batchmean"`` too: the sum over all elements, divided by the global extent of dimension 0.
+        ``"mean"`` warns as torch does.
 
     Examples
     --------

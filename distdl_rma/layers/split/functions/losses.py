@@ -277,14 +277,6 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     return _reduced(site, y, layout, reduction, count, dtype)
 
 
-@checked_rule("loss", F.multilabel_soft_margin_loss)
-@composition
-def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) -> Any:
-    """Functions of single elements, a mean over the classes and a mean over the rows."""
-    y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-    return finished((y if weight is None else y * weight).mean(-1), **how)
-
-
 def finished(y: Any, **how: Any) -> Any:
     """Terms of a loss, reduced as the user's arguments say.
 

@@ -131,7 +131,7 @@ def _of_channels(
     return values[0][cut], None if values[1] is None else values[1][cut]
 
 
-_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ random_".split()
 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))

@@ -175,11 +175,9 @@ def test_sums_of_whole_contributions_are_in_the_order_of_the_ranks(comm, monkeyp
         target = Decomposition.replicated(everyone if what == "to all" else taker, (7, 3))
         if what == "parts":
             target = Decomposition(everyone, (Balanced(7, comm.size), Balanced(3, 1)), (0,))
-        several = len(givers.ranks) > 1 and target.partition.active
         for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
             exchange = Exchange(machine.rank, Decomposition.replicated(givers, (7, 3)), target)
             movement = Movement(machine, exchange, dtype, f"sums of {dtype}")
-            assert bool(movement.forwards._layers) == (several and dtype is not torch.bfloat16)
             for step in range(4):
                 values = rng.normal(size=(comm.size, 7, 3)) * 10.0 ** rng.integers(-3, 4, (comm.size, 7, 3))
                 given = [torch.from_numpy(v).to(dtype) for v in values]
