@@ -10,13 +10,14 @@ Where torch's own result depends on an order of rounding, the composition has to
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call
+from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.operands import composition, of_cut
 from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
@@ -76,3 +77,30 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
     inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
     found: torch.Tensor = torch.cat([first, inner, last], dim) / h
     return found
+
+
+def _unguarded(function: Any) -> Any:
+    # Torch's own function, without the dispatch to overrides, which would recurse.
+    guards = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+    hidden = {**function.__globals__, **dict.fromkeys(guards, lambda *_: False)}
+    copy = FunctionType(
+        function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Torch writes these in Python, with functions that have rules: its code is the rule.
+_BY_TORCH: dict[str, list[Any]] = {
+    "contraction": [F.multi_head_attention_forward],
+    "loss": [
+        *(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss),
+    ],
+    "random": [F.gumbel_softmax],
+    "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],
+}
+_COPIES = {function: _unguarded(function) for functions in _BY_TORCH.values() for function in functions}
+for _kind, _functions in _BY_TORCH.items():
+    rule(_kind, *_functions, doc="Composed, as in torch, of functions that have rules.")(
+        lambda func, args, kwargs: composed(_COPIES[func], *args, **kwargs)
+    )

@@ -89,11 +89,9 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 _OF_ALL: dict[str, list[Any]] = {
     "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
     "loss": [
-        *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
-        *(F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss),
+        *(F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss),
     ],
     "norm": ["renorm"],
-    "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],
     "movement": [
         *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted".split(),
         *(torch.block_diag, torch.cartesian_prod, torch.combinations),

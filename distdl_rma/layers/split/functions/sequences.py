@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from functools import partial
 from math import sqrt
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.contractions import prepared, product_of
 from distdl_rma.layers.split.functions.shapes import frozen
@@ -78,23 +77,3 @@ def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any
         weights = composed(torch.add, weights, mask)
     weights = composed(F.dropout, composed(F.softmax, weights, -1), dropout)
     return composed(torch.matmul, weights, v)
-
-
-def _unguarded(function: Any) -> Any:
-    # Torch's own function, without the dispatch to overrides, which would recurse.
-    hidden = {**function.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(
-        function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
-
-
-rule(
-    "contraction",
-    F.multi_head_attention_forward,
-    doc="Composed of functions that have rules: products, views, attention.",
-)(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
