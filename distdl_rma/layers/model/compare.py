@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
@@ -82,7 +81,6 @@ class Comparison:
     """Result of ``compare``; ``print`` shows the verdict and the worst rows, ``table`` has all.
 
     ``differences`` are in the order of the computation. ``drifted`` names tensors that differ between ranks.
-    ``hint`` says if the model alone may be the wrong one.
 
     Examples
     --------
@@ -94,7 +92,6 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
     drifted: list[str] = field(default_factory=list)
-    hint: str = ""
 
     @property
     def equal(self) -> bool:
@@ -115,7 +112,6 @@ class Comparison:
         lines = [f"all {all_of_them} tensors are equal up to rounding"]
         if wrong:
             lines = [f"{len(wrong)} of {all_of_them} tensors differ, the first: {wrong[0]}"]
-        lines += [self.hint] if self.hint else []
         lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
         worst = sorted(self.differences, key=lambda each: (each.equal, -each.error / (each.tolerance or 1)))
         return "\n".join([*lines, self._rows(worst[:_WORST]), "(the worst rows; table() has all of them)"])
@@ -206,7 +202,6 @@ def compare(
             if p.grad is not None or gradients.get(name) is not None:
                 scale = scales.get(name.rpartition(".")[0], 0.0)
                 found.differences.append(_difference("gradient", name, gradients.get(name), p.grad, scale))
-        found.hint = _hint(alone, expected, found)
         buffers = dict(split.named_buffers())
         for name, buffer in alone.named_buffers():
             found.differences.append(_difference("buffer", name, buffers.get(name), buffer))
@@ -282,26 +277,6 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
         where = tuple((first, last + 1) for first, last in ends)
     error = float(apart.nan_to_num(posinf=float("inf")).max())
     return Difference(what, name, shape, error, scale, tolerance, where)
-
-
-def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], found: Comparison) -> str:
-    # Names a batch norm of one sample at which gradients begin to differ: torch itself may be wrong there.
-    if found.first is None or "gradient" not in found.first.what:
-        return ""
-    wrong = [each.name for each in found.differences if each.what == "gradient" and not each.equal]
-    differ = {name.rpartition(".")[0] for name in wrong}
-    modules = dict(alone.named_modules())
-    for (path, _), ys in reversed(outputs.items()):
-        norm = modules[path]
-        if isinstance(norm, _BatchNorm) and norm.training and ys[0].shape[0] == 1 and ys[0].dim() > 2:
-            if path in differ or not norm.affine:
-                return (
-                    f"{path} is a batch norm of one sample, whose gradients torch itself computes wrongly for"
-                    " some layouts: the model alone may be wrong, see docs/sharp-bits.md#where-torch-is-wrong"
-                )
-        elif path in differ:
-            break
-    return ""
 
 
 @contextmanager

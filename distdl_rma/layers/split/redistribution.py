@@ -63,6 +63,10 @@ BY_USER = "redistribute"
 
 
 class _AllSum(OperatorFunction):
+    # So a loss has second derivatives, as its own gradient is a constant. Those of a function of the loss,
+    # such as its square, have terms of two ranks, and are refused.
+    hands_on = True
+
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
         return reduced(site, x, ranks)

@@ -15,6 +15,7 @@ FAMILIES = {family: partial(layers.check, family=family) for family in layers.FA
 FAMILIES |= {"loss": loss.check, "movement": movement.check, "from global parameters": interface.check}
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("family", FAMILIES)
 @over_seeds(128, each=16)
 def test_random_layers_are_right(P_world, comm, family, seeds):

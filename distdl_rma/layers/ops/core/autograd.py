@@ -116,6 +116,9 @@ class OperatorFunction(torch.autograd.Function):
     torch's own ``apply`` looks for transforms in Python at every call, which costs as much as a small layer.
     """
 
+    # Whether the backward returns the gradients that it gets.
+    hands_on = False
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Apply the function, as ``torch.autograd.Function.apply``."""
@@ -126,12 +129,17 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant."""
+    """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant.
+
+    Except that of a function which hands its gradients on (``hands_on``), if these are constants.
+    """
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # Grad mode is on in a backward only under create_graph.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not (
+            ctx._forward_cls.hands_on and not any(each.requires_grad for each in gradients)
+        ):
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused; for a penalty"
                 " on the slope along v take the difference of outputs (f(x + h * v) - f(x - h * v)) / (2 * h)"

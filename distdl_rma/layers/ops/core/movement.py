@@ -23,7 +23,6 @@ summed in the order of the partition on every rank, so that ranks which get the 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -286,20 +285,6 @@ class Movement:
     def move(self, x: torch.Tensor) -> torch.Tensor:
         """Local result, outside of autograd; blocking."""
         return self.forwards.arrive(*self.forwards.depart(x))
-
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local tensor after another, outside of autograd; blocking.
-
-        The next one travels while the result of one is used. Two epochs are under way at most, as many as a
-        channel has slots.
-        """
-        forwards, under_way = self.forwards, deque[tuple[torch.Tensor, int]]()
-        for part in parts:
-            under_way.append(forwards.depart(part))
-            if len(under_way) == 2:
-                yield forwards.arrive(*under_way.popleft())
-        while under_way:
-            yield forwards.arrive(*under_way.popleft())
 
     def connect(self) -> None:
         """Exchange addresses with the neighbours for both directions, once; blocking."""

@@ -35,7 +35,7 @@ from distdl_rma.layers.split.operands import (
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block
 from distdl_rma.layers.split.views import begin_change
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
@@ -131,7 +131,7 @@ def _of_channels(
     return values[0][cut], None if values[1] is None else values[1][cut]
 
 
-_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ random_".split()
 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
@@ -205,19 +205,3 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     else:
         y = F.leaky_relu(local, (lower + upper) / 2, in_place)
     return x if in_place else SplitTensor(y, x._layout)
-
-
-@checked_rule("random", F.gumbel_softmax)
-@of_cut(uncut=True)
-def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
-    """Each rank draws noise for its block, then a softmax; ``hard`` needs a dimension that is not cut."""
-    local, layout = checked_block(x), x._layout
-    noise = draw(torch.empty_like(local.detach()), "exponential_", layout, 1.0).log().neg()
-    y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
-    if not hard:
-        return y
-    if y._layout.splits[dim].parts > 1:
-        raise refused(call[0], "hard=True with a dimension that is cut")
-    soft = y._local
-    top = soft.detach().max(dim, keepdim=True)[1]
-    return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)

@@ -56,7 +56,7 @@ from distdl_rma.layers.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
@@ -152,23 +152,6 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window; ranks fetch the inputs of their outputs."""
     y, _ = windowed(call, site, checked_block(x), x._layout, dims_of(call[0]), AvgPooling, how)
     return with_single_copied(site, y)
-
-
-@checked_rule("window", *_of_dims("lp_pool{}d"))
-@of_cut(empty=False)
-def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
-    """The norm of each window; ranks fetch the inputs of their outputs."""
-    norm, dims = float(norm_type), dims_of(call[0])
-
-    # Torch composes it so, too: a mean of powers, times the number of elements.
-    def pool(x: Any) -> Any:
-        if abs(norm) == math.inf:
-            sign = 1 if norm > 0 else -1
-            return sign * getattr(F, f"max_pool{dims}d")(sign * x.abs(), **how)
-        y = getattr(F, f"avg_pool{dims}d")(x.pow(norm), **how)
-        return (y.sign() * y.abs().relu()).mul(math.prod(each_dim(how["kernel_size"], dims))).pow(1.0 / norm)
-
-    return composed(pool, x)
 
 
 @rule("window", *_of_dims("adaptive_avg_pool{}d"))

@@ -100,25 +100,6 @@ def test_a_closed_movement_makes_no_adjoint(P_world, comm):
             use()
 
 
-def test_a_stream_moves_shards_in_their_order(P_world, comm):
-    movement = halo_movement(P_world)
-    shape = movement.forward.exchange.own.shape
-    for count in (0, 1, 2, 5):
-        made = []
-
-        def shards(count=count, made=made):
-            for number in range(count):
-                made.append(number)
-                yield torch.full(shape, float(number), dtype=torch.float64)
-
-        for number, y in enumerate(movement.stream(shards())):
-            assert y.max() == number
-            # The next one is on its way.
-            assert len(made) == min(count, number + 2)
-        assert len(made) == count
-    movement.close()
-
-
 def test_large_results_are_their_own_whatever_moves_later(comm, monkeypatch):
     # They lie where peers of the node put straight into, and stay when the machine is gone.
     monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
