@@ -282,7 +282,7 @@ class Distributed:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
-            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}", on_device=True)
+            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}")
             if not problem and self._first is not None and x.device != self._first.device:
                 problem = f"{what} is on {x.device}, but the model is on {self._first.device}"
             if problem:

@@ -178,7 +178,7 @@ def _to_all(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _
     gathered = Allgather(machine.segments, ranks, counts, word_dtype(passes.dtype, name), name)
     try:
         for run in sent:
-            gathered.active[...] = as_words(run.contiguous())
+            gathered.active[...] = as_words(run.contiguous().cpu())
             gathered.start()
             yield as_tensor(gathered.wait(), passes.dtype)
     finally:

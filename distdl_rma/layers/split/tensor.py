@@ -221,7 +221,7 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
-        problem = problem_with(local, "a block", on_device=True)
+        problem = problem_with(local, "a block")
         if isinstance(local, SplitTensor):
             problem = "a block is of type SplitTensor, wanted a plain tensor, as of its to_local()"
         if not partition.active:

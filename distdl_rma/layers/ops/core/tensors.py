@@ -18,14 +18,14 @@ from distdl_rma.layers.dtypes import DTYPES, MOVING, as_numbers
 MAX_DIMS = 8
 
 
-def problem_with(x: object, what: str = "input", on_device: bool = False) -> str:
-    """Reason why a value cannot be a shard that moves; empty if it can. ``on_device``: of a split tensor."""
+def problem_with(x: object, what: str = "input") -> str:
+    """Reason why a value cannot be a shard that moves; empty if it can."""
     if not isinstance(x, torch.Tensor):
         return f"{what} is of type {type(x).__name__}, wanted a tensor"
     if x.layout is not torch.strided or x.is_nested:
         return f"{what} has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor"
-    if x.is_meta or not (x.is_cpu or on_device):
-        return f"{what} is on device {x.device}, wanted a tensor on the CPU"
+    if x.is_meta:
+        return f"{what} is on device {x.device}, wanted a tensor with memory"
     if x.dtype not in DTYPES:
         return f"{what} has the unsupported dtype {x.dtype}, wanted one of {list(DTYPES)}"
     return f"{what} has {x.dim()} dimensions, wanted at most {MAX_DIMS}" if x.dim() > MAX_DIMS else ""
@@ -63,7 +63,10 @@ def no_autocast() -> AbstractContextManager[object]:
 
 
 def zero_volume_tensor(
-    b: int | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    b: int | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,).
 
@@ -72,4 +75,5 @@ def zero_volume_tensor(
     >>> zero_volume_tensor().shape, zero_volume_tensor(2).shape
     (torch.Size([0]), torch.Size([2, 0]))
     """
-    return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)
+    shape = (0,) if b is None else (b, 0)
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device=device)

@@ -163,7 +163,9 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
     """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type != "cpu":
-        raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
+        raise UnsupportedError(
+            f"{kind}: device {found} is not supported: build the layer on the CPU, then move it by .to(device)"
+        )
 
 
 def show_arguments_of(layer: type[nn.Module], named: Iterable[str]) -> None:

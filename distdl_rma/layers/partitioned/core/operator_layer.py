@@ -28,6 +28,7 @@ from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+from distdl_rma.layers.staging import backward_in_this_thread
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
@@ -129,13 +130,18 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         for each in weights:
             if weight is not None and each.dtype is not weight.dtype and not problem:
                 problem = f"the parameters are of different types, {weight.dtype} and {each.dtype}"
+            if weight is not None and each.device != weight.device and not problem:
+                problem = f"the parameters are on different devices, {weight.device} and {each.device}"
             if weight is None or (each.requires_grad and not weight.requires_grad):
                 weight = each
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
         trainable = None if self.placed is None else self.placed.trainable
-        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, trainable))
+        facts = InputFacts.about(xs, weight, words, self._idle, problem, trainable)
+        if facts.device:
+            backward_in_this_thread()
+        plans.begin(facts)
         return plans
 
     def run(
