@@ -6,6 +6,7 @@ has no bfloat16: its 16 bits travel as an unsigned integer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,20 +47,29 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Cast as torch's autocast, if it is on, does for operations that gain from a shorter type."""
-    if not torch.is_autocast_enabled("cpu"):
+    if not AUTOCASTS():
         return tensors
-    dtype = torch.get_autocast_dtype("cpu")
     castable = (torch.float32, torch.float16, torch.bfloat16)
-    # All ranks refuse values that are no tensors, later.
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
+
+    def cast(x: torch.Tensor | None) -> torch.Tensor | None:
+        # All ranks refuse values that are no tensors, or have no memory, later.
+        if not isinstance(x, torch.Tensor) or x.is_meta or x.dtype not in castable:
+            return x
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    return tuple(map(cast, tensors))
 
 
+# Whether torch's autocast is on for any type of device.
+AUTOCASTS: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _NOTHING = nullcontext()
 
 
 def no_autocast() -> AbstractContextManager[object]:
-    """Context without torch's autocast; where that is off, it costs nothing, unlike torch's own context."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _NOTHING
+    """Context without torch's autocast of any device; where that is off, it costs nothing."""
+    found: AbstractContextManager[object] = torch._C._DisableAutocast() if AUTOCASTS() else _NOTHING
+    return found
 
 
 def zero_volume_tensor(
