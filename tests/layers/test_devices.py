@@ -13,9 +13,7 @@ from distdl_rma import (
     ConfigurationError,
     DistdlError,
     GradientSync,
-    Machine,
     ShapeError,
-    UnsupportedError,
     distribute,
     shard,
 )
@@ -230,11 +228,3 @@ def test_a_model_on_two_devices_is_refused_on_all_ranks(P_world, comm, device):
         model[0].to(device)
     with pytest.raises(ConfigurationError, match="device"):
         distribute(model, {"H": -1})
-
-
-def test_autocast_of_the_device_is_refused(P_world, device):
-    split = distribute(nn.Conv2d(1, 1, 3, padding=1).to(device), {"H": -1})
-    with torch.autocast(NAME, torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
-        split(torch.rand(1, 1, 12, 4).to(device))
-    split.distributed.close()
-    assert Machine.of(P_world)

@@ -1,4 +1,4 @@
-"""Layers on explicit partitions, on a device: the numbers of torch's layers on the host; only edges come down."""
+"""Layers with explicit partitions on a device: the numbers of torch's layers on the host."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ tensordot
 
 
 class Casts(NamedTuple):
-    """Names of the functions that autocast of a device computes in a shorter, in float32, in the longest type."""
+    """Names of functions that autocast computes in the shorter type, in float32, in the longest of theirs."""
 
     shorter: frozenset[str]
     longer: frozenset[str]
