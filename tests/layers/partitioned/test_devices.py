@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distdl_rma import (
+    DistributedGradScaler,
     GradientSync,
     ShapeError,
     distribute,
@@ -204,3 +205,81 @@ def test_a_convolution_sends_its_edges_down_and_nothing_else(P_world, comm, devi
     gradients = sum(p.nbytes for p in layer.parameters()) * (comm.size > 1)
     assert moved.down_nbytes == 4 * neighbours * 2 * 5 * 2 + gradients
     assert moved.downs <= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buckets_of_short_types_are_summed_once_rounded(P_world, comm, device, dtype):
+    model = nn.Linear(3, 2).to(dtype).to(device)
+    sync = GradientSync(model, P_world)
+    parts = torch.rand(comm.size, 5, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for _ in range(2):
+        model.zero_grad()
+        model(parts[comm.rank].to(device)).sum().backward()
+    # Gradients of the ranks, each in the short type; their sum is rounded once.
+    wanted = torch.stack([part.float().sum(0).to(dtype).float() for part in parts]).sum(0).to(dtype)
+    assert model.weight.grad.device == device
+    assert torch.equal(model.weight.grad.cpu(), wanted.expand(2, 3))
+    sync.close()
+
+
+@pytest.mark.parametrize("order", [2.0, float("inf"), 1.0])
+def test_gradients_are_clipped_on_the_device_with_one_copy_down(P_world, comm, device, order):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    alone = copy.deepcopy(model)
+    alone.load_state_dict(
+        dict(zip(model.state_dict(), comm.bcast([*model.state_dict().values()]), strict=True))
+    )
+    model.load_state_dict(alone.state_dict())
+    sync = GradientSync(model.to(device), P_world)
+    x = torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
+    model(x.to(device)).sum().div(comm.size).backward()
+    alone(x).sum().backward()
+    with counted() as moved:
+        norm = sync.clip_grad_norm_(0.1, norm_type=order)
+    assert moved.downs <= 1
+    torch.testing.assert_close(norm.float().cpu(), nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order))
+    for p, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), other.grad)
+    sync.close()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_scaler_skips_a_step_on_all_ranks_with_one_copy_down(P_world, comm, device, overflows):
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    model.to(device)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), 0.5),
+        DistributedGradScaler(P_world, init_scale=8.0),
+    )
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 2).to(device)).sum()).backward()
+        if overflows and comm.rank == comm.size - 1 and step == 0:
+            model.weight.grad.fill_(float("inf"))
+        with counted() as moved:
+            scaler.step(optimizer)
+        assert moved.downs <= 2
+        scaler.update()
+    assert scaler.get_scale() == (4.0 if overflows else 8.0)
+    assert model.weight.tolist() == [[1 - 1.5 * (1 if overflows else 2)] * 2]
+
+
+def test_layers_compute_under_autocast_of_the_device(P_world, device, monkeypatch):
+    monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
+    for form in ("conv", "root", "transposed", "linear" if P_world.size in (2, 4) else "LinearAllGather"):
+        here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
+        x, found = here.draw(), []
+        for twins, kind in ((here, "cpu"), (there, NAME)):
+            mine = twins.into(x).requires_grad_()
+            with torch.autocast(kind, torch.bfloat16):
+                y = twins.layer(mine)
+            assert y.dtype == torch.bfloat16
+            y.float().square().sum().backward()
+            found.append(
+                [y.detach().cpu(), mine.grad.cpu(), *(p.grad.cpu() for p in twins.layer.parameters())]
+            )
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)

@@ -164,7 +164,7 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type != "cpu":
         raise UnsupportedError(
-            f"{kind}: device {found} is not supported: build the layer on the CPU, then move it by .to(device)"
+            f"{kind}: device {found} is not supported: build the layer on the CPU, then move it by to()"
         )
 
 

@@ -1,7 +1,8 @@
 """Functions whose arguments torch's autocast converts, and the dtype for each.
 
-The lists are torch's own for the CPU (``AutocastCPU``) and for GPUs (``AutocastCUDA``). A rule gets converted tensors and computes without
-autocast, as torch's kernels do. If a function in no list calls listed ones, these convert their arguments.
+The lists are torch's own: those of ``AutocastCPU``, and for other devices of ``AutocastCUDA``.
+A rule gets converted tensors and computes without autocast, as torch's kernels do. If a function in
+no list calls listed ones, these convert their arguments.
 
 Torch converts below its functions, where it sees blocks and not split tensors: a rule would compute partial
 results in one dtype and combine them in another. So the arguments are converted before the rule is called.
