@@ -261,7 +261,7 @@ def test_a_scaler_skips_a_step_on_all_ranks_with_one_copy_down(P_world, comm, de
             model.weight.grad.fill_(float("inf"))
         with counted() as moved:
             scaler.step(optimizer)
-        assert moved.downs <= 2
+        assert moved.downs <= 1
         scaler.update()
     assert scaler.get_scale() == (4.0 if overflows else 8.0)
     assert model.weight.tolist() == [[1 - 1.5 * (1 if overflows else 2)] * 2]
