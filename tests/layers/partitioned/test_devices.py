@@ -267,19 +267,43 @@ def test_a_scaler_skips_a_step_on_all_ranks_with_one_copy_down(P_world, comm, de
     assert model.weight.tolist() == [[1 - 1.5 * (1 if overflows else 2)] * 2]
 
 
-def test_layers_compute_under_autocast_of_the_device(P_world, device, monkeypatch):
+@pytest.mark.parametrize("form", ["conv", "root", "transposed", "LinearAllGather", "batch norm", "bilinear"])
+def test_layers_compute_under_autocast_of_the_device(P_world, device, monkeypatch, form):
     monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
-    for form in ("conv", "root", "transposed", "linear" if P_world.size in (2, 4) else "LinearAllGather"):
-        here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
-        x, found = here.draw(), []
-        for twins, kind in ((here, "cpu"), (there, NAME)):
-            mine = twins.into(x).requires_grad_()
-            with torch.autocast(kind, torch.bfloat16):
-                y = twins.layer(mine)
-            assert y.dtype == torch.bfloat16
-            y.float().square().sum().backward()
-            found.append(
-                [y.detach().cpu(), mine.grad.cpu(), *(p.grad.cpu() for p in twins.layer.parameters())]
-            )
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)
+    here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
+    x, found = here.draw(), []
+    for twins, kind in ((here, "cpu"), (there, NAME)):
+        mine = twins.into(x).requires_grad_()
+        with torch.autocast(kind, torch.bfloat16):
+            y = twins.layer(mine)
+        y.float().square().sum().backward()
+        found.append([y.detach().cpu(), mine.grad.cpu(), *(p.grad.cpu() for p in twins.layer.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("form", "cpu", "gpu"),
+    [
+        ("group norm", torch.bfloat16, torch.float32),
+        ("layer norm", torch.bfloat16, torch.float32),
+        ("instance norm", torch.bfloat16, torch.bfloat16),
+        ("bilinear", torch.bfloat16, torch.float32),
+        ("trilinear", torch.bfloat16, torch.float32),
+        ("AvgPool2d", torch.bfloat16, torch.bfloat16),
+        ("ReflectionPad2d", torch.float32, torch.bfloat16),
+    ],
+)
+def test_layers_of_short_types_are_converted_as_torch_does_there(
+    P_world, device, monkeypatch, form, cpu, gpu
+):
+    monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
+    here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
+    x = here.draw().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = here.layer(here.into(x))
+        expected = here.twin(x)
+    assert y.dtype == expected.dtype == cpu
+    torch.testing.assert_close(y, here.out(expected), atol=0.1, rtol=0.02)
+    with torch.autocast(NAME, torch.bfloat16):
+        assert there.layer(there.into(x)).dtype == gpu

@@ -45,22 +45,6 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
-def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast as torch's autocast, if it is on, does for operations that gain from a shorter type."""
-    if not AUTOCASTS():
-        return tensors
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-
-    def cast(x: torch.Tensor | None) -> torch.Tensor | None:
-        # All ranks refuse values that are no tensors, or have no memory, later.
-        if not isinstance(x, torch.Tensor) or x.is_meta or x.dtype not in castable:
-            return x
-        kind = x.device.type
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-    return tuple(map(cast, tensors))
-
-
 # Whether torch's autocast is on for any type of device.
 AUTOCASTS: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _NOTHING = nullcontext()

@@ -14,6 +14,7 @@ its words. A reader of our own would have to follow every version of torch::
 from __future__ import annotations
 
 import inspect
+import re
 import reprlib
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -56,6 +57,12 @@ def torchs_class(layer: type) -> type[nn.Module]:
     A family may inherit from torch's base class, such as ``_ConvNd``; the twin's own class comes before it.
     """
     return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
+
+
+def function_of(layer: type) -> str:
+    """Name of the function of torch that the twin calls: ``avg_pool3d`` for ``AvgPool3d``."""
+    between = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return re.sub(between, "_", torchs_class(layer).__name__).lower()
 
 
 def spatial_dims(layer: type) -> int:

@@ -27,6 +27,7 @@ multi_margin_loss multilabel_margin_loss cosine_embedding_loss triplet_margin_lo
 """.split()
 _LONGER_ON_CPU = """
 polar view_as_complex quantile nanquantile trace avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d
+reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
 adaptive_max_pool3d_with_indices max_pool3d max_unpool1d max_unpool2d max_unpool3d grid_sample grid_sampler
 binary_cross_entropy
 """.split()
@@ -45,7 +46,7 @@ _SHORTER_ON_DEVICES = "addmv addr mv einsum linalg_vecdot vecdot linalg_multi_do
 _LONGER_ON_DEVICES = """
 acos asin cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm
 linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp norm pow reciprocal renorm
-rms_norm rsqrt sinh softmax softplus sum tan
+rms_norm rsqrt sinh softmax softplus sum tan upsample upsampling_nearest2d upsampling_bilinear2d
 """.split()
 # Functions of several tensors take the longest of their dtypes.
 _JOINING_ON_CPU = ["cat", "stack", "index_copy"]
