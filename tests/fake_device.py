@@ -220,13 +220,13 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
         before = raw.clone()
 
         def unchanged() -> None:
-            if not torch.equal(before.view(torch.uint8), raw.view(torch.uint8)):
+            if not torch.equal(*(torch.atleast_1d(each).view(torch.uint8) for each in (before, raw))):
                 raise RuntimeError("memory of the host was changed before its copy to the device was over")
 
         mine.late.append(unchanged)
     else:
         found = raw.to(place.dtype).clone()
-        place.view(torch.uint8).fill_(_GARBAGE)
+        torch.atleast_1d(place).view(torch.uint8).fill_(_GARBAGE)
         mine.late.append(lambda: _ignored(place.copy_(found)))
     return target
 

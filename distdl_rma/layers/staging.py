@@ -29,6 +29,8 @@ from distdl_rma.layers.dtypes import as_words
 
 # Types of devices that copy to and from pinned memory while host and device go on.
 ASYNCHRONOUS = {"cuda"}
+# Types of devices whose autocast converts what the lists of ``split/calls/autocast.py`` say.
+AUTOCASTING = ["cpu", "cuda", "xpu"]
 
 
 class Descent:
@@ -70,10 +72,11 @@ def backward_in_this_thread() -> None:
 
 
 def refuse_autocast(device: torch.device) -> None:
-    """Raise ``UnsupportedError`` within autocast of a device, which rules do not know."""
-    if device.type != "cpu" and torch.is_autocast_enabled(device.type):
+    """Raise ``UnsupportedError`` within autocast of a device whose conversions rules do not know."""
+    if device.type not in AUTOCASTING and torch.is_autocast_enabled(device.type):
+        known = ", ".join(AUTOCASTING)
         raise UnsupportedError(
-            f"torch.autocast({device.type!r}) of split tensors is not exact yet: leave it off"
+            f"torch.autocast({device.type!r}) of split tensors is not exact: leave it off; {known} have it"
         )
 
 

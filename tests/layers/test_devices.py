@@ -13,13 +13,11 @@ from distdl_rma import (
     ConfigurationError,
     DistdlError,
     GradientSync,
-    Machine,
     ShapeError,
-    UnsupportedError,
     distribute,
     shard,
 )
-from distdl_rma.layers import DistributedMaxPool2d, staging
+from distdl_rma.layers import staging
 from tests.fake_device import NAME, counted, needs_fake_device, register
 
 pytestmark = [
@@ -230,17 +228,3 @@ def test_a_model_on_two_devices_is_refused_on_all_ranks(P_world, comm, device):
         model[0].to(device)
     with pytest.raises(ConfigurationError, match="device"):
         distribute(model, {"H": -1})
-
-
-def test_layers_with_explicit_partitions_say_that_they_are_on_the_cpu(P_world, device):
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    with pytest.raises(ShapeError, match=rf"device {NAME}:0, wanted a tensor on the CPU"):
-        DistributedMaxPool2d(P_x, 2)(torch.rand(1, 1, 2, 2).to(device))
-
-
-def test_autocast_of_the_device_is_refused(P_world, device):
-    split = distribute(nn.Conv2d(1, 1, 3, padding=1).to(device), {"H": -1})
-    with torch.autocast(NAME, torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
-        split(torch.rand(1, 1, 12, 4).to(device))
-    split.distributed.close()
-    assert Machine.of(P_world)

@@ -62,7 +62,7 @@ from distdl_rma.layers.ops.core.autograd import (
     tracer,
     uncompiled,
 )
-from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, problem_with
 from distdl_rma.layers.split.calls import site
 from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN, Backwards
 from distdl_rma.layers.split.calls.signatures import tensors_in
@@ -72,7 +72,7 @@ from distdl_rma.layers.split.layout import balanced, described
 from distdl_rma.layers.split.plain_operands import beside
 from distdl_rma.layers.split.shard import Grid, shard
 from distdl_rma.layers.split.tensor import SplitTensor
-from distdl_rma.layers.staging import refuse_autocast
+from distdl_rma.layers.staging import AUTOCASTING, refuse_autocast
 from distdl_rma.layers.sync.gradient_groups import Owner
 from distdl_rma.layers.sync.gradients import GradientSync
 from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_on_one_device
@@ -282,7 +282,7 @@ class Distributed:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
-            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}", on_device=True)
+            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}")
             if not problem and self._first is not None and x.device != self._first.device:
                 problem = f"{what} is on {x.device}, but the model is on {self._first.device}"
             if problem:
@@ -446,11 +446,11 @@ class Distributed:
 
 def _modes() -> tuple[int, ...]:
     # Modes of torch that must be equal on all ranks.
-    autocast = torch.is_autocast_enabled("cpu")
+    kinds = [kind for kind in AUTOCASTING if torch.is_autocast_enabled(kind)] if AUTOCASTS() else []
     return (
         int(torch.is_grad_enabled()),
         int(torch.is_inference_mode_enabled()),
-        crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+        crc32(str([*map(torch.get_autocast_dtype, kinds)]).encode()) if kinds else 0,
     )
 
 

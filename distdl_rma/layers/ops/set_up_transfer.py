@@ -145,7 +145,7 @@ def gather_whole(
     try:
         for number in range(passes.count):
             if giving is not None:
-                gathered.active[...] = as_words(mine[passes.run(giving, number)].contiguous())
+                gathered.active[...] = as_words(mine[passes.run(giving, number)].contiguous().cpu())
             gathered.start()
             runs = as_tensor(gathered.wait(), part.dtype)
             for giver, vector in enumerate(vectors):

@@ -52,7 +52,6 @@ _CHANNELS = ("in_channels", "out_channels")
 class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     """Base of convolutions. Final classes have their torch layer as last base."""
 
-    _casts = True
     _allowed = ("replicated", "root")
     _by_name = ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__)
     _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension

@@ -121,7 +121,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         """
         if problem_with(x) or x.dtype not in INDICES or not x.numel():
             return ""
-        least, most = (int(end) for end in torch.aminmax(x))
+        least, most = torch.stack(torch.aminmax(x)).tolist()
         if least >= 0 and most < self.num_embeddings:
             return ""
         wrong = least if least < 0 else most

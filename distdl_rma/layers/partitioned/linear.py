@@ -79,7 +79,6 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
-    _casts = True
     _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
     _shown = ("in_features", "out_features", "bias")
     weight: nn.Parameter

@@ -318,7 +318,6 @@ class ModuleWatch:
 def not_on_one_device(module: nn.Module) -> str:
     """Message about a parameter or buffer that is not where the others are; empty if there is none."""
     first = next(chain(module.parameters(), module.buffers()), None)
-    own = [(path, part) for path, part in module.named_modules() if isinstance(part, DistributedLayer)]
     for name, x in chain(module.named_parameters(), module.named_buffers()):
         if isinstance(x, UninitializedParameter) or first is None:
             continue
@@ -327,12 +326,6 @@ def not_on_one_device(module: nn.Module) -> str:
         if x.device != first.device:
             return (
                 f"{name!r} is on {x.device}, but others are on {first.device}: move the model to one device"
-            )
-        if own and not x.is_cpu:
-            path, part = own[0]
-            return (
-                f"{name!r} is on {x.device}, but layers with explicit partitions, such as {path!r}, a"
-                f" {type(part).__name__}, compute on the CPU only: call model.cpu()"
             )
     return ""
 

@@ -358,11 +358,12 @@ def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """``y``, also in the graph of other tensors, for example weights: they get a gradient of zeros.
 
-    A parameter without a gradient would never be counted as ready by those who sum it over the ranks.
+    A parameter without a gradient would never be counted as ready by those who sum it over the ranks. The
+    result is on the device of the others.
     """
     for other in others:
         if other is not None:
-            y = y + other.flatten()[:0].sum()
+            y = (y if other.is_cpu else y.to(other.device)) + other.flatten()[:0].sum()
     return y
 
 

@@ -39,7 +39,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_trainable
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_devices, check_trainable
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome, attributed, refusal
 from distdl_rma.segments.consensus import Consensus
 from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
@@ -235,9 +235,11 @@ class ShapeAgreement(Generic[P]):
         if any(fact.problem for fact in facts.values()):
             return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         try:
-            check_trainable(facts)
-        except ProtocolError as error:
-            return ProtocolError(f"{self._name!r}: {error}")
+            with attributed(f"{self._name!r}", DistdlError):
+                check_devices(facts)
+                check_trainable(facts)
+        except DistdlError as error:
+            return error
         return None
 
     def _make_plan(self, facts: dict[int, InputFacts]) -> P:

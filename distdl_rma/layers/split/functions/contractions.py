@@ -27,7 +27,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.tensors import no_autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 from distdl_rma.layers.split.calls.autocast import castable
 from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.layers.split.calls.site import Site
@@ -129,7 +129,7 @@ def product_of(
     ``wide`` is the dtype of products of short numbers that will be summed.
     """
     y: torch.Tensor
-    autocasts, filled = torch.is_autocast_enabled("cpu"), all(x.numel() for x in blocks)
+    autocasts, filled = AUTOCASTS(), all(x.numel() for x in blocks)
     if not autocasts and filled and (wide is None or all(x.dtype is wide for x in blocks)):
         y = compute(*blocks)
         return y
@@ -148,9 +148,9 @@ def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
     # autocast, products of one element have other dtypes. Torch sums integers in longer ones.
     kind = operands[0].dtype
     same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
-    if same and not torch.is_autocast_enabled("cpu"):
+    if same and not AUTOCASTS():
         return kind
-    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
+    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype, device=x.device) for x in operands]
     found: torch.dtype = compute(*few).dtype
     return found
 

@@ -252,7 +252,8 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
         elif is_mask(each) and not each.dim():
             # Selects all of a new dimension, or nothing.
             news.append(at)
-            chosen[at] = torch.zeros(int(block_of(each))).long()
+            mask = block_of(each)
+            chosen[at] = mask.new_zeros(int(mask), dtype=torch.int64)
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
         else:

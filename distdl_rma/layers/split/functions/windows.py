@@ -73,10 +73,10 @@ def dims_of(func: Any) -> int:
     return next(int(letter) for letter in func.__name__ if letter.isdigit())
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    # Under autocast torch computes these in float32.
-    short = x.dtype in (torch.bfloat16, torch.float16)
-    return x.float() if short and torch.is_autocast_enabled("cpu") else x
+def _widened(x: torch.Tensor, on_cpu: bool = True) -> torch.Tensor:
+    # Under autocast torch computes these in float32: on the CPU, or on other devices.
+    short = x.dtype in (torch.bfloat16, torch.float16) and x.is_cpu == on_cpu
+    return x.float() if short and torch.is_autocast_enabled(x.device.type) else x
 
 
 Given = Mapping[str, Any]
@@ -210,7 +210,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, how)[0]
+    return windowed(call, site, _widened(checked_block(x), False), x._layout, dims, Resizing, how)[0]
 
 
 @checked_rule("window", "pad")
