@@ -197,6 +197,14 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
             _LOCAL.stream = before
 
     @staticmethod
+    def get_rng_state() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(_: torch.Tensor) -> None:
+        """Nothing is drawn."""
+
+    @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -239,7 +247,8 @@ RACES: list[str] = []
 
 def _wrapped(raw: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> torch.Tensor:
     # The tensor of the device for one of the host, which may be a view of ``known`` tensors of the device.
-    raw = raw.detach()
+    # Of zeros that are not there yet torch has no memory.
+    raw = torch.zeros_like(raw, device="cpu") if raw._is_zerotensor() else raw.detach()
     store, memory = raw.untyped_storage(), None
     for base in known:
         found = base.untyped_storage().memory  # type: ignore[attr-defined]
@@ -253,7 +262,14 @@ def _wrapped(raw: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> torch.Ten
         base.untyped_storage().memory = memory or Memory(store)  # type: ignore[attr-defined]
     place: Any = torch._C._dynamo.guards._reinterpret_tensor
     offset = raw.storage_offset() - base.storage_offset()
-    return place(base.detach(), tuple(raw.shape), raw.stride(), offset)
+    return _alike(place(base.detach(), tuple(raw.shape), raw.stride(), offset), raw)
+
+
+def _alike(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # Conjugates and negatives are marks of a tensor, not of its memory.
+    torch._C._set_conj(x, like.is_conj())
+    torch._C._set_neg(x, like.is_neg())
+    return x
 
 
 def hidden(x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +277,8 @@ def hidden(x: torch.Tensor) -> torch.Tensor:
     if x.device.type != NAME:
         return x
     store = x.untyped_storage().memory.store  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=x.dtype, device="cpu").set_(store, x.storage_offset(), x.size(), x.stride())
+    raw = torch.empty(0, dtype=x.dtype, device="cpu")
+    return _alike(raw.set_(store, x.storage_offset(), x.size(), x.stride()), x)
 
 
 def _touch(who: Any, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> int:
@@ -273,6 +290,9 @@ def _touch(who: Any, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tenso
             if x.device.type == NAME and x.numel():
                 x.untyped_storage().memory.touch(stream, number, changes, who)  # type: ignore[attr-defined]
     return number
+
+
+_INDEXING = {"aten::index", "aten::index_put", "aten::_index_put_impl_"}
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,10 +311,12 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         changed += [kwargs[a.name] for a in op._schema.arguments if a.name in kwargs and _is_written(a)]
         _touch(op, _tensors((args, kwargs)), _tensors(changed))
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    # CUDA's kernels do so too.
+    takes_from_host = op.name().partition(".")[0] in _INDEXING
 
     def down(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
-            if x.device.type == "cpu" and x.dim():
+            if x.device.type == "cpu" and x.dim() and not takes_from_host:
                 raise RuntimeError(f"{op}: tensors are not on the same device, {NAME}")
             raw = hidden(x)
             known[id(raw)] = raw, x
@@ -332,6 +354,12 @@ def _is_written(argument: Any) -> bool:
 
 def _tensors(found: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(found) if isinstance(x, torch.Tensor) and x.device.type == NAME]
+
+
+def _stride(x: torch.Tensor, *place: Any) -> torch.Tensor:
+    # In place, as of ``transpose_``: torch would look for the bytes.
+    x.data = x.as_strided(*place)
+    return x
 
 
 def _ignored(_: object) -> None:
@@ -400,6 +428,10 @@ def register() -> torch.device:
         everything.fallback(_run, "PrivateUse1")
         everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         some.impl("_copy_from", _copy, "PrivateUse1")
+        some.impl("as_strided_", _stride, "PrivateUse1")
+        for mark in ("Conjugate", "Negative"):
+            # Else a copy of such a tensor would be copied first.
+            some.impl("_copy_from", torch.library.fallthrough_kernel, mark)
         some.impl("convolution_overrideable", _convolution, "PrivateUse1")
         some.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
         _LIBRARIES.extend([everything, some])
