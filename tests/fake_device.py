@@ -60,7 +60,8 @@ class Traffic:
     downs: int = 0
     up_nbytes: int = 0
     down_nbytes: int = 0
-    # The bytes of each copy down; a number that is read one by one has its own.
+    # The bytes of each copy up, and down; a number that is read one by one has its own.
+    up_sizes: list[int] = field(default_factory=list)
     down_sizes: list[int] = field(default_factory=list)
     # With stream and number.
     late: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Traffic:
 
     def up(self, nbytes: int) -> None:
         self.ups, self.up_nbytes = self.ups + 1, self.up_nbytes + nbytes
+        self.up_sizes.append(nbytes)
 
     def down(self, nbytes: int) -> None:
         self.downs, self.down_nbytes = self.downs + 1, self.down_nbytes + nbytes
@@ -435,4 +437,14 @@ def register() -> torch.device:
         some.impl("convolution_overrideable", _convolution, "PrivateUse1")
         some.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
         _LIBRARIES.extend([everything, some])
+        # Torch would copy the memory of a storage.
+        copied = torch.Tensor.__deepcopy__
+
+        def deepcopy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+            if x.device.type != NAME or id(x) in memo:
+                return copied(x, memo)
+            memo[id(x)] = twin = x.detach().clone().requires_grad_(x.requires_grad)
+            return twin
+
+        torch.Tensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
     return torch.device(NAME, 0)
