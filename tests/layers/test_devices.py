@@ -82,7 +82,7 @@ def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monk
     optimizers = [torch.optim.Adam(model.parameters()) for model in (alone, split)]
     for step in range(3):
         # The last step copies as to and from a device without asynchronous copies.
-        monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME} if step < 2 else set())
+        monkeypatch.setattr(staging, "ASYNCHRONOUS", {device.type} if step < 2 else set())
         x, wanted = batch(dims, step)
         for optimizer in optimizers:
             optimizer.zero_grad()

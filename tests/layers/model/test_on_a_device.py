@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from distdl_rma import distribute
 from distdl_rma.layers import staging
-from tests.fake_device import NAME, needs_fake_device, register
+from tests.fake_device import needs_fake_device, register
 from tests.layers.model import test_nets, training
 from tests.layers.model import test_training_features as loops
 from tests.zoo import zoo
@@ -34,10 +34,14 @@ def _freeze(model):
     return lambda step: model.body.requires_grad_(step + 2 < training.STEPS)
 
 
+@pytest.fixture
+def device():
+    return register()
+
+
 @pytest.fixture(autouse=True)
-def on_a_device(monkeypatch):
+def on_a_device(monkeypatch, device):
     """Models that are distributed are on the device, and what they are called with goes there."""
-    device = register()
 
     def moved(model, *args, **options):
         # Else torch makes new parameters for a device that is not its own, and parts tied ones.
@@ -55,7 +59,7 @@ def on_a_device(monkeypatch):
     def _to(x):
         return x.to(device) if isinstance(x, torch.Tensor) else x
 
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
+    monkeypatch.setattr(staging, "ASYNCHRONOUS", {device.type})
     monkeypatch.setattr(training, "distribute", moved)
 
 
