@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def exactness(device: torch.device, side: int) -> Iterator[tuple[str, str]]:
     """The largest difference between losses of the split and of the whole network, which must be rounding."""
-    alone = UNet(8).double().to(device)
+    alone = UNet(WIDTH // 4).double().to(device)
     split: Any = distribute(copy.deepcopy(alone), {"H": -1})
     losses: dict[str, list[float]] = {"alone": [], "split": []}
     for name, model in (("alone", alone), ("split", split)):

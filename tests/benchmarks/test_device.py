@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_the_script_compares_and_measures(P_world, comm, monkeypatch, capsys):
     monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    monkeypatch.setattr(script, "WIDTH", 2)
+    monkeypatch.setattr(script, "WIDTH", 4)
     register()
     script.main(["--device", f"{NAME}:0", "--side", "48", "--repetitions", "1", "--copied", "1"])
     printed = capsys.readouterr().out
