@@ -6,9 +6,22 @@ A halo has many pieces, and a copy between device and host takes as long as a ke
                                                            | one copy            ^ one copy
     host                          arrays for a put  <--  |piece|piece|         |piece|piece|  <--  a segment
 
-``to_host`` only starts its copy: the caller launches the kernels that need no other rank, and waits then. A
-device of ``ASYNCHRONOUS`` computes meanwhile. What goes up needs no wait: later kernels of the device run
-behind it, and the memory of the host that it is read from is nobody else's.
+A device of ``ASYNCHRONOUS`` has two streams for copies beside that of the kernels. ``to_host`` starts its
+copy; its caller launches the kernels that need no other rank, and waits for the copy then. ``from_host`` does
+not wait: kernels that are launched later do so on the device::
+
+    kernels   pack . interior . . . . . . . . . . . . . . . . . . . . . . rim
+               | event                                                     ^ event
+    down       +--> copy                                                   |
+                      | event                                              |
+    host       launches   waits, put . . . waits for peers   packs         |
+                                                              |            |
+    up                                                        +--> copy ---+
+
+The invariant of memory: what a copy goes down from is kept, and not written to, until the host has waited for
+it; what it comes up to is allocated by the stream of the copy, and torch is told that kernels use it. Memory
+of the host is torch's pinned memory, which torch gives to nobody before the copy is over. The segment itself
+is not pinned: most of its pages do not exist before they are used, and pinning would provide them all.
 
 Tensors on the CPU need none of this. Their callers ask ``x.is_cpu``, and take views (``as_words``): no copy,
 and no call more.
@@ -16,7 +29,9 @@ and no call more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +46,8 @@ from distdl_rma.layers.dtypes import as_words
 ASYNCHRONOUS = {"cuda"}
 # Types of devices whose autocast converts what the lists of ``split/calls/autocast.py`` say.
 AUTOCASTING = ["cpu", "cuda", "xpu"]
+# Streams of copies of each thread: virtual ranks would wait for each other's.
+_STREAMS = threading.local()
 
 
 class Descent:
@@ -46,12 +63,19 @@ class Descent:
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._shapes, self._event = [tuple(part.shape) for part in parts], None
         device = parts[0].device
-        flat = torch.cat([part.detach().reshape(-1) for part in parts])
-        late = device.type in ASYNCHRONOUS
-        self._host = _memory(flat.numel(), flat.dtype, device).copy_(flat, non_blocking=late)
-        if late:
-            self._event = torch.get_device_module(device).Event()
-            self._event.record()
+        flats = [part.detach().reshape(-1) for part in parts]
+        # Kept for the copy.
+        self._flat = flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        self._host = _memory(flat.numel(), flat.dtype, device)
+        with _beside(device, "down") as copies:
+            self._host.copy_(flat, non_blocking=copies is not None)
+            if copies is not None:
+                self._event = copies.record_event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether ``wait`` would not block."""
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> list[NDArray[Any]]:
         """The tensors' bits as words, in their shapes; blocking."""
@@ -87,11 +111,16 @@ def to_host(parts: Sequence[torch.Tensor]) -> Descent:
 
 
 def from_host(
-    arrays: Iterable[NDArray[Any]], count: int, dtype: torch.dtype, device: torch.device
+    arrays: Iterable[NDArray[Any]],
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Tensors on a device of arrays of words, which hold ``count`` elements together and are read in order.
 
-    Each array may change as soon as the next one is asked for, as those of a segment do.
+    Each array may change as soon as the next one is asked for, as those of a segment do. The tensors lie in
+    ``out``, whose last use the host has waited for, or in new memory.
     """
     host, shapes, at = _memory(count, dtype, device), list[tuple[int, ...]](), 0
     words = as_words(host)
@@ -99,10 +128,32 @@ def from_host(
         words[at : at + array.size].reshape(array.shape)[...] = array
         shapes.append(array.shape)
         at += array.size
-    there = torch.empty(count, dtype=dtype, device=device)
-    there.copy_(host, non_blocking=device.type in ASYNCHRONOUS)
+    with _beside(device, "up") as copies:
+        there = torch.empty(count, dtype=dtype, device=device) if out is None else out
+        there.copy_(host, non_blocking=copies is not None)
+    if copies is not None:
+        there.record_stream(torch.get_device_module(device).current_stream(device))
     parts = there.split([*map(_volume, shapes)])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@contextmanager
+def _beside(device: torch.device, way: str) -> Iterator[Any]:
+    # On this thread's stream of copies, which is behind ("down") or before ("up") the kernels that the block
+    # stands between; yields it. None where a copy waits by itself.
+    if device.type not in ASYNCHRONOUS:
+        yield None
+        return
+    module, known, name = torch.get_device_module(device), vars(_STREAMS), f"{way} {device}"
+    if name not in known:
+        known[name] = module.Stream(device)
+    kernels, copies = module.current_stream(device), known[name]
+    if way == "down":
+        copies.wait_stream(kernels)
+    with module.stream(copies):
+        yield copies
+    if way == "up":
+        kernels.wait_stream(copies)
 
 
 def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monk
     optimizers = [torch.optim.Adam(model.parameters()) for model in (alone, split)]
     for step in range(3):
         # The last step copies as to and from a device without asynchronous copies.
-        monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME} if step < 2 else set())
+        monkeypatch.setattr(staging, "ASYNCHRONOUS", {device.type} if step < 2 else set())
         x, wanted = batch(dims, step)
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -101,7 +101,7 @@ def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monk
     split.distributed.close()
 
 
-def test_only_edges_statistics_and_gradients_come_down(P_world, comm, device):
+def test_only_edges_statistics_and_gradients_are_copied(P_world, comm, device):
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3, padding=1)
@@ -123,6 +123,12 @@ def test_only_edges_statistics_and_gradients_come_down(P_world, comm, device):
     loss = 1
     assert moved.down_nbytes == word * (edges + statistics + weights + number + sampled + loss)
     assert moved.downs <= 3 + 2 + 2 + 2 + 2
+    given = x.numel() + wanted.numel()
+    # Of each channel: factor, shift, and the two running statistics; then two means of gradients, and the
+    # gradients of weight and bias, which were summed with them.
+    norm = (4 + 2 + 2) * 4
+    assert moved.up_nbytes == word * (given + edges + norm + number + loss)
+    assert moved.ups <= 2 + 3 + 4 + 3 + 1 + 1
     split.distributed.close()
 
 

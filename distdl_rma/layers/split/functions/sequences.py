@@ -59,7 +59,8 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
         if mask is not None:
             raise refused(func, "attn_mask and is_causal do not go together, as in torch")
         # This rank's rows of the triangle.
-        blocks, causal = [*blocks, torch.ones(stop - first, keys, dtype=torch.bool).tril(first)], False
+        square = torch.ones(stop - first, keys, dtype=torch.bool, device=blocks[0].device)
+        blocks, causal = [*blocks, square.tril(first)], False
     compute = partial(func, is_causal=bool(causal), scale=scale)
     return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
 
