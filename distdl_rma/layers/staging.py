@@ -44,7 +44,8 @@ class Descent:
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._shapes, self._event = [tuple(part.shape) for part in parts], None
         device = parts[0].device
-        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        flats = [part.detach().reshape(-1) for part in parts]
+        flat = torch.cat(flats) if len(flats) > 1 else flats[0]
         late = device.type in ASYNCHRONOUS
         self._host = _memory(flat.numel(), flat.dtype, device).copy_(flat, non_blocking=late)
         if late:

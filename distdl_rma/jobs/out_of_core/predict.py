@@ -159,6 +159,7 @@ def predict(
             key = key_of(plan, digest, job.source)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
+            facts |= {"the type of the device": job.device.type}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
@@ -431,7 +432,7 @@ class Predictor:
     comm: Any = None
 
     def __call__(self, inputs: torch.Tensor, network: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The result of a network for inputs (batch, channels, *spatial) in memory; blocking.
+        """The result of a network for inputs (batch, channels, *spatial), on their device; blocking.
 
         ``ConfigurationError`` if the network is no module, ``ArgumentError`` if it gets further arguments;
         other errors as :func:`predict`.
@@ -450,4 +451,4 @@ class Predictor:
         source = inputs.detach().as_subclass(torch.Tensor)
         options = {field.name: getattr(self, field.name) for field in fields(Predictor)}
         y = predict(network, source, **options)
-        return torch.empty(0) if y is None else y
+        return torch.empty(0) if y is None else y.to(inputs.device)
