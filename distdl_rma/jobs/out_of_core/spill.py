@@ -72,6 +72,9 @@ class spill:  # noqa: N801
     file has no name: nothing stays of it, however the process ends. It is the memory of this rank alone, so
     ``folder`` lies on a disk of its own host.
 
+    Tensors of a device are copied to the host first, and come back to the device in the backward. So the
+    device has, of what is saved, what is smaller or needed at once.
+
     It goes with models of plain tensors and with distributed ones, with ``torch.utils.checkpoint``, whose
     inputs are on disk then, with ``retain_graph`` and ``create_graph``. The backward may also run behind the
     context. An object of this class can be entered again, but not twice at a time.
