@@ -54,6 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .zarr or .ome.zarr; without it, the plan only"
     )
+    parser.add_argument(
+        "--device", metavar="TYPE", help="that computes, such as cuda: one for each rank of a host"
+    )
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="for slabs and what waits (8GiB)")
     parser.add_argument("--scratch", metavar="DIR", help="folder on a disk for what does not fit")
     parser.add_argument("--grid", metavar="N", help="blocks of the last dimensions, such as 8x1x1")
@@ -83,6 +86,8 @@ def run(chosen: argparse.Namespace) -> int:
             model, post = (of_others.model, of_others.post) if of_others else (_model(chosen.model), None)
             if chosen.checkpoint is not None:
                 load_weights(chosen.checkpoint, model)
+            if chosen.device is not None:
+                _move(model, chosen.device, processes.place)
             if chosen.post is not None and not callable(post := _named(chosen.post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
         source = chosen.source
@@ -146,6 +151,20 @@ def _model(text: str) -> nn.Module:
             f"predict: {text} returns a {type(made).__name__!r}; it returns the model, a torch.nn.Module"
         )
     return made
+
+
+def _move(model: nn.Module, text: str, place: int) -> None:
+    # To a device. Without its number, ranks of a host have one each, as far as there are so many.
+    import torch
+
+    try:
+        device = torch.device(text)
+        if ":" not in text and text != "cpu":
+            count = torch.get_device_module(device).device_count()
+            device = torch.device(device.type, place % max(1, count))
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"predict: --device {text}: {str(error).splitlines()[0]}") from error
 
 
 def _named(text: str) -> Any:

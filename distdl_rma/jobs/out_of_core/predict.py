@@ -84,7 +84,8 @@ def predict(
     Parameters
     ----------
     model
-        Any module of torch on the CPU, with inputs ``(batch, channels, *spatial)``.
+        Any module of torch on one device, with inputs ``(batch, channels, *spatial)``. Slabs are computed on
+        its device; what waits is on the host.
     source
         A path for :func:`open_array`, or an array of its kinds: ``(*spatial)``, ``(channels, *spatial)`` or
         ``(batch, channels, *spatial)``, by the spatial dimensions of the model's convolutions. Samples are
@@ -95,7 +96,8 @@ def predict(
         ``sink[box] = array``, of which that of the first process gets all boxes; None to return a tensor.
     memory
         What each process may need beside the memory that it has already, for slabs, messages, what waits and
-        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it. It
+        holds for host and device together.
     post
         Called with the result of the model, which it may reduce before it is written:
         ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
@@ -115,12 +117,13 @@ def predict(
     Returns
     -------
     torch.Tensor or None
-        The result if ``sink`` is None. It has a batch dimension if the source has one.
+        The result if ``sink`` is None, on the host. It has a batch dimension if the source has one.
 
     Raises
     ------
     ConfigurationError
-        If the memory or the disk is too small, or the model is distributed.
+        If the memory, the disk or that of the device is too small, or the model is distributed or on two
+        devices.
     UnsupportedError
         If a function of the model cannot be split, and in a virtual rank.
     ShapeError, ArgumentError
@@ -159,6 +162,7 @@ def predict(
             key = key_of(plan, digest, job.source)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
+            facts |= {"the type of the device": job.device.type}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
@@ -431,7 +435,7 @@ class Predictor:
     comm: Any = None
 
     def __call__(self, inputs: torch.Tensor, network: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The result of a network for inputs (batch, channels, *spatial) in memory; blocking.
+        """The result of a network for inputs (batch, channels, *spatial), on their device; blocking.
 
         ``ConfigurationError`` if the network is no module, ``ArgumentError`` if it gets further arguments;
         other errors as :func:`predict`.
@@ -450,4 +454,4 @@ class Predictor:
         source = inputs.detach().as_subclass(torch.Tensor)
         options = {field.name: getattr(self, field.name) for field in fields(Predictor)}
         y = predict(network, source, **options)
-        return torch.empty(0) if y is None else y
+        return torch.empty(0) if y is None else y.to(inputs.device)

@@ -34,6 +34,7 @@ from torch import nn
 from distdl_rma.errors import ArgumentError, DataError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.jobs.data.sinks import ArraySink, aligned, new_array, numpy_dtype
+from distdl_rma.jobs.out_of_core.inference import device_of
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import as_numbers, flat_bytes
@@ -56,12 +57,13 @@ def digest_of(model: nn.Module) -> str:
 
     Code of modules is not part of it, but their ``repr``, which has their options.
     """
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    kind = device_of(model).type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
     found = blake2b(f"{model!r}{autocast}".encode(), digest_size=16)
     for name, x in model.state_dict().items():
         found.update(f"{name} {tuple(x.shape) if isinstance(x, torch.Tensor) else x}".encode())
         if isinstance(x, torch.Tensor):
-            found.update(flat_bytes(x).numpy().data)
+            found.update(flat_bytes(x).cpu().numpy().data)
     return found.hexdigest()
 
 

@@ -530,7 +530,8 @@ def _memory(x: torch.Tensor) -> int:
 def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> UnsupportedError | None:
     # The refusal in place of torch's error about tensors on a device and on the host; None for other errors.
     there = next((x._local for x in among if isinstance(x, SplitTensor) and not x._local.is_cpu), None)
-    if there is None or isinstance(error, DistdlError) or "device" not in str(error):
+    other = isinstance(error, (DistdlError, torch.OutOfMemoryError)) or "device" not in str(error)
+    if there is None or other:
         return None
     return refused(
         func, f"{error} (are all its tensors on {there.device}? If so, its rule computes on the CPU only)"
