@@ -123,6 +123,18 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
     def stream(_: object) -> AbstractContextManager[None]:
         return nullcontext()
 
+    # A generator that is never drawn from: its state is its seed.
+    _seed = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def manual_seed_all(self, seed: int) -> None:
+        self._seed.fill_(seed % (1 << 63))
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return self._seed.view(torch.uint8).clone()
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        self._seed.copy_(state.view(torch.int64))
+
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

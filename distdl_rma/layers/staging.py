@@ -16,7 +16,10 @@ and no call more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +32,31 @@ from distdl_rma.layers.dtypes import as_words
 
 # Types of devices that copy to and from pinned memory while host and device go on.
 ASYNCHRONOUS = {"cuda"}
+
+
+class Copies(threading.local):
+    """Bytes that this thread has copied down and up, and its seconds in these copies; they only grow.
+
+    Seconds are those of starting a copy and of waiting for it: what passes meanwhile costs the step nothing.
+    Of each thread, since virtual ranks are threads.
+    """
+
+    def __init__(self) -> None:
+        self.down = self.up = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self, down: int = 0, up: int = 0) -> Iterator[None]:
+        """Context of a copy of so many bytes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.down, self.up = self.down + down, self.up + up
+            self.seconds += time.perf_counter() - begin
+
+
+COPIES = Copies()
 
 
 class Descent:
@@ -44,17 +72,19 @@ class Descent:
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._shapes, self._event = [tuple(part.shape) for part in parts], None
         device = parts[0].device
-        flat = torch.cat([part.detach().reshape(-1) for part in parts])
-        late = device.type in ASYNCHRONOUS
-        self._host = _memory(flat.numel(), flat.dtype, device).copy_(flat, non_blocking=late)
-        if late:
-            self._event = torch.get_device_module(device).Event()
-            self._event.record()
+        with COPIES.timed(down=sum(part.nbytes for part in parts)):
+            flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            late = device.type in ASYNCHRONOUS
+            self._host = _memory(flat.numel(), flat.dtype, device).copy_(flat, non_blocking=late)
+            if late:
+                self._event = torch.get_device_module(device).Event()
+                self._event.record()
 
     def wait(self) -> list[NDArray[Any]]:
         """The tensors' bits as words, in their shapes; blocking."""
         if self._event is not None:
-            self._event.synchronize()
+            with COPIES.timed():
+                self._event.synchronize()
         ends = [*accumulate(map(_volume, self._shapes))]
         words = np.split(as_words(self._host), ends[:-1])
         return [part.reshape(shape) for part, shape in zip(words, self._shapes, strict=True)]
@@ -97,9 +127,26 @@ def from_host(
         shapes.append(array.shape)
         at += array.size
     there = torch.empty(count, dtype=dtype, device=device)
-    there.copy_(host, non_blocking=device.type in ASYNCHRONOUS)
+    with COPIES.timed(up=there.nbytes):
+        there.copy_(host, non_blocking=device.type in ASYNCHRONOUS)
     parts = there.split([*map(_volume, shapes)])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def down(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is on the CPU; else a copy there, which has been waited for."""
+    if x.is_cpu:
+        return x
+    with COPIES.timed(down=x.nbytes):
+        return x.cpu()
+
+
+def up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself if it is on the device; else a copy there."""
+    if x.device == device:
+        return x
+    with COPIES.timed(up=x.nbytes):
+        return x.to(device)
 
 
 def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

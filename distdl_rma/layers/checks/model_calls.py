@@ -51,6 +51,7 @@ from distdl_rma.layers.checks.arguments import (
     values_of,
 )
 from distdl_rma.layers.dtypes import as_words, is_readable
+from distdl_rma.layers.staging import down
 from distdl_rma.segments.consensus import Consensus, gather_words
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import LOST, append_state
@@ -261,7 +262,7 @@ def equal_on_all_ranks(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
 ) -> None:
     """Raise ``MismatchError`` if plain tensors differ between ``ranks``; blocking, collective over these."""
-    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.cpu().contiguous()).tobytes()) for x in tensors]
+    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(down(x).contiguous()).tobytes()) for x in tensors]
     for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
         if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)

@@ -37,6 +37,7 @@ from distdl_rma.layers.arithmetic import reduction_dtype
 from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.partitioned.core.parameters import Parameters
+from distdl_rma.layers.staging import COPIES
 from distdl_rma.layers.sync.gradient_groups import ParameterEntry, synchronised
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.consensus import gather_words
@@ -253,7 +254,8 @@ class Bucket:
             flags.fill_(math.inf)
         if self._staged:
             here, there = self._staged[id(self.allreduce.active)]
-            here.copy_(there)
+            with COPIES.timed(down=there.nbytes):
+                here.copy_(there)
         self._written = None
         self.allreduce.start()
 
@@ -263,7 +265,8 @@ class Bucket:
         gradients, flags = self._views_of(total)
         if self._staged:
             here, there = self._staged[id(total)]
-            there.copy_(here)
+            with COPIES.timed(up=there.nbytes):
+                there.copy_(here)
         for slot, gradient, flag in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter()
             if parameter is None:
