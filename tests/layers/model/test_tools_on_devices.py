@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ConfigurationError, compare, distribute, report
-from tests.fake_device import NAME, counted, needs_fake_device
-from tests.layers.test_devices import UNet, batch, device, on  # noqa: F401 - a fixture
+from distdl_rma.layers import staging
+from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.layers.test_devices import UNet, batch, on
 
 pytestmark = [
     pytest.mark.mpi,
@@ -18,8 +19,15 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def device(monkeypatch):
+    # Copies without a wait for them are garbage.
+    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
+    return register()
+
+
 @pytest.mark.parametrize("there", [True, False])
-def test_a_model_on_a_device_equals_the_same_alone_there_or_on_the_host(P_world, device, there):  # noqa: F811
+def test_a_model_on_a_device_equals_the_same_alone_there_or_on_the_host(P_world, device, there):
     torch.manual_seed(1)
     alone = UNet(2, "batch").double()
     # A device has another generator than that of the host, by which split tensors draw.
@@ -39,7 +47,7 @@ def test_a_model_on_a_device_equals_the_same_alone_there_or_on_the_host(P_world,
     split.distributed.close()
 
 
-def test_a_comparison_on_two_devices_is_refused_with_both_names(P_world, comm, device):  # noqa: F811
+def test_a_comparison_on_two_devices_is_refused_with_both_names(P_world, comm, device):
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 1))
     here, there = distribute(on("cpu", model), {"H": -1}), distribute(on(device, model), {"H": -1})
     x = torch.rand(1, 1, 12, 4)
@@ -58,7 +66,7 @@ def test_a_comparison_on_two_devices_is_refused_with_both_names(P_world, comm, d
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_a_report_has_the_bytes_that_the_device_has_copied(P_world, device, norm):  # noqa: F811
+def test_a_report_has_the_bytes_that_the_device_has_copied(P_world, device, norm):
     torch.manual_seed(1)
     split = distribute(on(device, UNet(2, norm, 0.3).double()), {"H": -1})
     for step in range(3):
