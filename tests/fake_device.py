@@ -48,6 +48,8 @@ class Traffic:
     # The bytes of each copy down; a number that is read one by one has its own.
     down_sizes: list[int] = field(default_factory=list)
     late: list[Callable[[], None]] = field(default_factory=list)
+    # Of the generator.
+    seed: int = 0
 
     def catch_up(self, number: int | None = None) -> None:
         """Complete the first ``number`` copies that are under way, or all."""
@@ -74,7 +76,7 @@ def traffic() -> Traffic:
 @contextmanager
 def counted() -> Iterator[Traffic]:
     """Traffic within a ``with`` block."""
-    mine = _TRAFFIC[threading.get_ident()] = Traffic(late=traffic().late)
+    mine = _TRAFFIC[threading.get_ident()] = Traffic(late=traffic().late, seed=traffic().seed)
     yield mine
 
 
@@ -124,16 +126,14 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
         return nullcontext()
 
     # A generator that is never drawn from: its state is its seed.
-    _seed = torch.zeros(1, dtype=torch.int64, device="cpu")
-
     def manual_seed_all(self, seed: int) -> None:
-        self._seed.fill_(seed % (1 << 63))
+        traffic().seed = seed
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
-        return self._seed.view(torch.uint8).clone()
+        return torch.tensor([traffic().seed % (1 << 63)], device="cpu").view(torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        self._seed.copy_(state.view(torch.int64))
+        traffic().seed = int(state.view(torch.int64))
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -281,8 +281,8 @@ class Checkpoints:
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
             numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch, Python and
-            numpy are saved besides; of torch's those of the CPU and of the devices of tensors. Tensors that are whole on all ranks have to be equal there; each rank
-            writes some bytes of them.
+            numpy are saved besides; of torch's those of the CPU and of the devices of tensors. Tensors that
+            are whole on all ranks have to be equal there; each rank writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
             those behind the step that this job has saved or restored last, are of a run that was left: they
