@@ -114,6 +114,10 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
     Event = Event
 
     @staticmethod
+    def Stream(*_: Any) -> _Stream:  # noqa: N802 - torch's name
+        return _STREAM
+
+    @staticmethod
     def synchronize(*_: Any) -> None:
         traffic().catch_up()
 

@@ -149,6 +149,26 @@ def up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
         return x.to(device)
 
 
+class Ascent:
+    """Copies up that run beside the kernels of a device, in a stream of their own; used by one thread.
+
+    Without a stream, as on a device that is not ``ASYNCHRONOUS``, each copy waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device) if device.type in ASYNCHRONOUS else None
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy of a tensor of the CPU on the device; blocking."""
+        if self._stream is None:
+            return up(x, self._device)
+        with self._module.stream(self._stream):
+            (y,) = from_host([as_words(x)], x.numel(), x.dtype, self._device)
+        self._stream.synchronize()
+        return y
+
+
 def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # Torch keeps pinned memory for its next user, but not before the device has read it.
     return torch.empty(count, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
