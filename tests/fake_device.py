@@ -50,6 +50,8 @@ class Traffic:
     late: list[Callable[[], None]] = field(default_factory=list)
     # Of the generator.
     seed: int = 0
+    # How many tensors the device has room for, if that is limited.
+    room: float = float("inf")
 
     def catch_up(self, number: int | None = None) -> None:
         """Complete the first ``number`` copies that are under way, or all."""
@@ -151,6 +153,9 @@ _HANDLES: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
 def _wrapped(raw: torch.Tensor) -> torch.Tensor:
     # The tensor of the device for one of the host.
+    traffic().room -= 1
+    if traffic().room < 0:
+        raise torch.OutOfMemoryError(f"{NAME.upper()} out of memory. Tried to allocate {raw.nbytes} bytes")
     raw = raw.detach()
     store = raw.untyped_storage()
     key = store._cdata, raw.dtype

@@ -32,6 +32,7 @@ from distdl_rma.layers.dtypes import as_words
 
 # Types of devices that copy to and from pinned memory while host and device go on.
 ASYNCHRONOUS = {"cuda"}
+_LESS = "; smaller batches, more ranks, or distdl_rma.spill() need less memory of a rank"
 
 
 class Copies(threading.local):
@@ -105,6 +106,14 @@ def refuse_autocast(device: torch.device) -> None:
         raise UnsupportedError(
             f"torch.autocast({device.type!r}) of split tensors is not exact yet: leave it off"
         )
+
+
+def explain_memory(error: BaseException, name: str, among: Iterable[Any] = ()) -> None:
+    """Add to an error about the memory of a device what was computed, of which tensors, and what to do."""
+    if isinstance(error, torch.OutOfMemoryError) and not str(error).endswith(_LESS):
+        tensors = [x for x in among if isinstance(x, torch.Tensor)]
+        given = "".join(f", {tuple(x.shape)} of {x.dtype} on {x.device}" for x in tensors)
+        error.args = (f"{name}{given}: {error}{_LESS}",)
 
 
 def to_host(parts: Sequence[torch.Tensor]) -> Descent:

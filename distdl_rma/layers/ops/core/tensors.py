@@ -25,7 +25,8 @@ def problem_with(x: object, what: str = "input", on_device: bool = False) -> str
     if x.layout is not torch.strided or x.is_nested:
         return f"{what} has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor"
     if x.is_meta or not (x.is_cpu or on_device):
-        return f"{what} is on device {x.device}, wanted a tensor on the CPU"
+        wanted = "memory" if on_device else "a tensor on the CPU"
+        return f"{what} is on device {x.device}, wanted {wanted}"
     if x.dtype not in DTYPES:
         return f"{what} has the unsupported dtype {x.dtype}, wanted one of {list(DTYPES)}"
     return f"{what} has {x.dim()} dimensions, wanted at most {MAX_DIMS}" if x.dim() > MAX_DIMS else ""
