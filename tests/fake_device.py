@@ -67,6 +67,10 @@ class Traffic:
     late: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
     # The number of each stream's last kernel for which the thread has waited.
     seen: dict[int, int] = field(default_factory=dict)
+    # Of the generator.
+    seed: int = 0
+    # How many tensors the device has room for, if that is limited.
+    room: float = float("inf")
 
     def catch_up(self, now: dict[int, int]) -> None:
         """Wait for kernels of these numbers, and complete the copies among them."""
@@ -98,7 +102,9 @@ def traffic() -> Traffic:
 @contextmanager
 def counted() -> Iterator[Traffic]:
     """Traffic within a ``with`` block."""
-    mine = _TRAFFIC[threading.get_ident()] = Traffic(late=traffic().late, seen=traffic().seen)
+    mine = _TRAFFIC[threading.get_ident()] = Traffic(
+        late=traffic().late, seen=traffic().seen, seed=traffic().seed, room=traffic().room
+    )
     yield mine
 
 
@@ -198,13 +204,15 @@ class _Module(backend_registration._DummyBackendModule if _REGISTER else object)
         finally:
             _LOCAL.stream = before
 
-    @staticmethod
-    def get_rng_state() -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.uint8)
+    # A generator that is never drawn from: its state is its seed.
+    def manual_seed_all(self, seed: int) -> None:
+        traffic().seed = seed
 
-    @staticmethod
-    def set_rng_state(_: torch.Tensor) -> None:
-        """Nothing is drawn."""
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.tensor([traffic().seed % (1 << 63)], device="cpu").view(torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        traffic().seed = int(state.view(torch.int64))
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -249,6 +257,9 @@ RACES: list[str] = []
 
 def _wrapped(raw: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> torch.Tensor:
     # The tensor of the device for one of the host, which may be a view of ``known`` tensors of the device.
+    traffic().room -= 1
+    if traffic().room < 0:
+        raise torch.OutOfMemoryError(f"{NAME.upper()} out of memory. Tried to allocate {raw.nbytes} bytes")
     # Of zeros that are not there yet torch has no memory.
     raw = torch.zeros_like(raw, device="cpu") if raw._is_zerotensor() else raw.detach()
     store, memory = raw.untyped_storage(), None

@@ -56,6 +56,31 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class Cards:
+    """GPUs that a rank sees, and which of them ``cuda:LOCAL_RANK`` is.
+
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``, their names on the node.
+    """
+
+    count: int = 0
+    local_rank: int = 0
+    visible: str = ""
+
+    @classmethod
+    def seen(cls, environment: Mapping[str, str], count: int) -> Cards:
+        """Those of ``count`` that CUDA shows, by the environment variables."""
+        local, visible = environment.get("LOCAL_RANK", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
+        return cls(count, int(local) if local.isdecimal() else 0, visible)
+
+    @property
+    def own(self) -> str:
+        """Name on the node of ``cuda:LOCAL_RANK``; empty if the rank sees no card of this number."""
+        if self.local_rank >= self.count:
+            return ""
+        return self.visible.split(",")[self.local_rank] if self.visible else str(self.local_rank)
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What a rank sees of its process and of its node.
 
@@ -75,6 +100,7 @@ class RankFacts:
     shm_total: int | None
     memory_limit: int | None
     ends_job: bool
+    cards: Cards = Cards()
 
 
 @dataclass(frozen=True)
@@ -144,6 +170,7 @@ def rank_facts(launcher: Launcher) -> RankFacts:
         shm_total=None if shared is None else shared.total,
         memory_limit=memory_limit(),
         ends_job=any(word.removeprefix("-m") in ("mpi4py", "mpi4py.run") for word in sys.orig_argv),
+        cards=Cards.seen(os.environ, 0 if torch is None else torch.cuda.device_count()),
     )
 
 

@@ -37,6 +37,7 @@ def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
         "nodes": job.nodes,
         "segment_bytes": job.segment_bytes,
         "hosts": [*_rows(job)],
+        "cards": [{"rank": facts.rank, **asdict(facts.cards), "own": facts.cards.own} for facts in job.ranks],
         "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
         "convolution": [asdict(each) for each in job.compared],
         "findings": [asdict(finding) for finding in found],
@@ -51,6 +52,7 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
         "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
         "versions": in_columns([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
         "nodes": _hosts(facts),
+        "cards": _cards(facts["cards"]),
         "transports": [*_transports(facts["transports"])],
         "split convolution against torch's on the whole input": in_columns(
             [
@@ -90,6 +92,13 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
         counts = str(row["cores"]), str(row["threads_per_rank"])
         rows.append((row["host"], spans(row["ranks"]), *counts, free, total, segments, limit))
     return in_columns(rows)
+
+
+def _cards(cards: Sequence[dict[str, Any]]) -> list[str]:
+    # A row for each rank; nothing for a job without cards.
+    heads = ("rank", "sees", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "card")
+    rows = [[str(value) or _UNKNOWN for value in card.values()] for card in cards]
+    return in_columns([heads, *rows]) if any(card["count"] for card in cards) else []
 
 
 def _transports(letters: Sequence[str]) -> Iterator[str]:

@@ -30,6 +30,7 @@ and no call more.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -48,6 +49,32 @@ ASYNCHRONOUS = {"cuda"}
 AUTOCASTING = ["cpu", "cuda", "xpu"]
 # Streams of copies of each thread: virtual ranks would wait for each other's.
 _STREAMS = threading.local()
+_LESS = "; smaller batches, more ranks, or distdl_rma.spill() need less memory of a rank"
+
+
+class Copies(threading.local):
+    """Bytes that this thread has copied down and up, and its seconds in these copies; they only grow.
+
+    Seconds are those of starting a copy and of waiting for it: what passes meanwhile costs the step nothing.
+    Of each thread, since virtual ranks are threads.
+    """
+
+    def __init__(self) -> None:
+        self.down = self.up = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self, down: int = 0, up: int = 0) -> Iterator[None]:
+        """Context of a copy of so many bytes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.down, self.up = self.down + down, self.up + up
+            self.seconds += time.perf_counter() - begin
+
+
+COPIES = Copies()
 
 
 class Descent:
@@ -67,7 +94,7 @@ class Descent:
         # Kept for the copy.
         self._flat = flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         self._host = _memory(flat.numel(), flat.dtype, device)
-        with _beside(device, "down") as copies:
+        with COPIES.timed(down=flat.nbytes), _beside(device, "down") as copies:
             self._host.copy_(flat, non_blocking=copies is not None)
             if copies is not None:
                 self._event = copies.record_event()
@@ -80,7 +107,8 @@ class Descent:
     def wait(self) -> list[NDArray[Any]]:
         """The tensors' bits as words, in their shapes; blocking."""
         if self._event is not None:
-            self._event.synchronize()
+            with COPIES.timed():
+                self._event.synchronize()
         ends = [*accumulate(map(_volume, self._shapes))]
         words = np.split(as_words(self._host), ends[:-1])
         return [part.reshape(shape) for part, shape in zip(words, self._shapes, strict=True)]
@@ -102,6 +130,14 @@ def refuse_autocast(device: torch.device) -> None:
         raise UnsupportedError(
             f"torch.autocast({device.type!r}) of split tensors is not exact: leave it off; {known} have it"
         )
+
+
+def explain_memory(error: BaseException, name: str, among: Iterable[Any] = ()) -> None:
+    """Add to an error about the memory of a device what was computed, of which tensors, and what to do."""
+    if isinstance(error, torch.OutOfMemoryError) and not str(error).endswith(_LESS):
+        tensors = [x for x in among if isinstance(x, torch.Tensor)]
+        given = "".join(f", {tuple(x.shape)} of {x.dtype} on {x.device}" for x in tensors)
+        error.args = (f"{name}{given}: {error}{_LESS}",)
 
 
 def to_host(parts: Sequence[torch.Tensor]) -> Descent:
@@ -128,7 +164,7 @@ def from_host(
         words[at : at + array.size].reshape(array.shape)[...] = array
         shapes.append(array.shape)
         at += array.size
-    with _beside(device, "up") as copies:
+    with COPIES.timed(up=host.nbytes), _beside(device, "up") as copies:
         there = torch.empty(count, dtype=dtype, device=device) if out is None else out
         there.copy_(host, non_blocking=copies is not None)
     if copies is not None:
@@ -154,6 +190,42 @@ def _beside(device: torch.device, way: str) -> Iterator[Any]:
         yield copies
     if way == "up":
         kernels.wait_stream(copies)
+
+
+def down(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is on the CPU; else a copy there, which has been waited for."""
+    if x.is_cpu:
+        return x
+    with COPIES.timed(down=x.nbytes):
+        return x.cpu()
+
+
+def up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor itself if it is on the device; else a copy there."""
+    if x.device == device:
+        return x
+    with COPIES.timed(up=x.nbytes):
+        return x.to(device)
+
+
+class Ascent:
+    """Copies up that run beside the kernels of a device, in a stream of their own; used by one thread.
+
+    Without a stream, as on a device that is not ``ASYNCHRONOUS``, each copy waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device) if device.type in ASYNCHRONOUS else None
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy of a tensor of the CPU on the device; blocking."""
+        if self._stream is None:
+            return up(x, self._device)
+        with self._module.stream(self._stream):
+            (y,) = from_host([as_words(x)], x.numel(), x.dtype, self._device)
+        self._stream.synchronize()
+        return y
 
 
 def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from distdl_rma.doctor.facts import Job
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.doctor.report import as_json, as_text
-from tests.doctor.cases import job, rank
+from tests.doctor.cases import job, rank, with_cards
 
 
 def lines(job, title):
@@ -33,6 +33,15 @@ def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():
     assert lines(many, "transports") == [
         "shared memory of the node: 240 pairs",
         "puts of MPI between nodes: 256 pairs",
+    ]
+
+
+def test_cards_are_a_row_for_each_rank_and_nothing_without_them():
+    assert "cards" not in as_text(job(), []) and as_json(job(), [])["cards"][1]["count"] == 0
+    cards = with_cards(({"CUDA_VISIBLE_DEVICES": "5,6"}, 2), ({"LOCAL_RANK": "2"}, 1))
+    assert [line.split() for line in lines(cards, "cards")[1:]] == [
+        ["0", "2", "0", "5,6", "5"],
+        ["1", "1", "2", "-", "-"],
     ]
 
 

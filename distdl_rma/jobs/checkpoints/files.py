@@ -40,6 +40,7 @@ from distdl_rma.jobs.checkpoints.items import MODULUS, Item, Kind, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Share
 from distdl_rma.layers.dtypes import flat_bytes
 from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync, write_at
+from distdl_rma.layers.staging import down
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many: it
@@ -217,8 +218,8 @@ def _moved(pieces: Iterable[Piece], move: Callable[[int, memoryview], object]) -
     # the core's cache, so that the sums cost little. Written and read bytes are summed in memory: what went
     # wrong between the two, in this library, the system or the disk, changes a sum.
     sums = Counter[str]()
-    for part, begin, elements in pieces:
-        size = part.item.dtype.itemsize
+    for part, begin, held in pieces:
+        size, elements = part.item.dtype.itemsize, down(held)
         for low in range(0, elements.numel(), _IN_CACHE):
             some, first = elements[low : low + _IN_CACHE], begin + low // size
             memory = some.numpy().data

@@ -280,9 +280,9 @@ class Checkpoints:
         state
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
-            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch (CPU), Python
-            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank
-            writes some bytes of them.
+            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch, Python and
+            numpy are saved besides; of torch's those of the CPU and of the devices of tensors. Tensors that
+            are whole on all ranks have to be equal there; each rank writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
             those behind the step that this job has saved or restored last, are of a run that was left: they
@@ -308,13 +308,13 @@ class Checkpoints:
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
             forms = held.forms()
-            facts["step"] = step
+            facts |= {"step": step, "devices of tensors": sorted(held.devices)}
         path = files.step_folder(self.folder, step)
         # Two jobs of one step would write to the same files.
         while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
             self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
-        generators = objects.generators()
+        generators = objects.forms_of(objects.generators_of(held.devices))
         # Alike on all ranks, or raises on all of them.
         one = objects.merged(gather_words(home.segments, words, self._call))
         of_ranks = gather_words(home.segments, generators, self._call)
@@ -445,7 +445,8 @@ class Checkpoints:
         The job may have another number of ranks than the one that saved, other partitions, or plain modules.
         Every byte of the file is read and checked by one rank before an object is changed, and then travels
         to the others through segments. Tensors are copied into existing ones, and numbers, strings and dicts
-        of ``state`` are replaced. What ``state`` lacks is left out.
+        of ``state`` are replaced. All stay on their devices, which may be others than those of the job that
+        saved. What ``state`` lacks is left out.
 
         ``generators`` are restored too. One that differed between ranks, for want of a seed, is restored if
         the number of ranks is the same. On another number those of Python and numpy stay as they are, and
@@ -473,8 +474,9 @@ class Checkpoints:
             held = objects.Objects(state, body["main"], scattered)
             facts["names of the state"] = sorted(state)
             place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
-            drawn = objects.drawn(body["generators"], place, size) if generators else {}
             wanted = held.wanted(body["forms"], saved.kinds())
+            own_generators = objects.generators_of(held.devices) if generators else {}
+            drawn = objects.drawn(own_generators, body["generators"], place, size)
             items, own = saved.items(wanted), held.in_place()
             tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
@@ -482,7 +484,7 @@ class Checkpoints:
         self._pass_on(shares, tensors)
         with saved.named():
             held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
-        objects.set_generators(drawn)
+        objects.set_generators(own_generators, drawn)
         self._at = int(body["step"])
         return self._at
 

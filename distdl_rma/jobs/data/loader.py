@@ -11,15 +11,16 @@ ranks, and each rank reads its block of both::
 A position counts samples in this order and nothing else: not steps, ranks or replicas. So a job goes on with
 other numbers of all these, and sees each sample once.
 
-The thread reads ahead, and only this. Whether all ranks have read is compared in the loop itself: a thread
-that meets other ranks would do so at any moment, between the messages of a layer.
+The thread reads ahead, copies what it has read to the device if there is one, and does no more. Whether all
+ranks have read is compared in the loop itself: a thread that meets other ranks would do so at any moment,
+between the messages of a layer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -27,14 +28,16 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
-from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
+from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError, told
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.data.dataset import Block, ShardDataset
 from distdl_rma.jobs.data.draws import permutation
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.layers.staging import Ascent
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
 
@@ -72,6 +75,9 @@ class ShardLoader:
     prefetch
         Batches that a thread of this rank reads ahead; each needs the memory of its blocks. 0: none, a batch
         is read when the loop asks for it.
+    device
+        Where this rank's tensors of a batch are, also those of labels. On CUDA the thread copies them from
+        pinned memory in a stream of its own, while the step before computes. All ranks have the same type.
 
     Raises
     ------
@@ -110,6 +116,7 @@ class ShardLoader:
         shuffle: bool = False,
         drop_last: bool = False,
         prefetch: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
         machine = getattr(dataset, "machine", None)
         if not isinstance(machine, Machine):
@@ -120,11 +127,13 @@ class ShardLoader:
         self.epoch, self.replica = 0, 0
         self._batch, self._replicas, self._prefetch = batch, replicas, prefetch
         self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
+        self._given_device, self.device = device, torch.device("cpu")
         # Where the loop goes on, in samples of all replicas, and where the next loop begins.
         self._samples = self._start = 0
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.partition, self._groups = self._agree()
         self.replica = self._groups.index(self.partition.ranks)
+        self._ascent = None if self.device.type == "cpu" else Ascent(self.device)
         if self.replica == 0:
             dataset.warn_of_chunks(self.partition, stacklevel=2)
 
@@ -135,7 +144,11 @@ class ShardLoader:
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
             self._check_arguments()
+            with told(ConfigurationError, f"ShardLoader: no device {self._given_device} on this rank"):
+                # With its number: in the thread another one is current.
+                self.device = torch.empty(0, device=self._given_device).device
             own = self._own_partition()
+            facts["type of the device"] = self.device.type
             facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}
             facts |= {"drop_last": self._drop_last, **self.dataset.facts(own)}
             if not len(self):
@@ -216,7 +229,7 @@ class ShardLoader:
 
             def begun(end: int, places: range) -> tuple[int, Read]:
                 items = order[places.start : places.stop].tolist()
-                read = partial(self.dataset.batch, epoch, items, self.partition)
+                read = partial(self._read, epoch, items)
                 return end, read if reader is None else reader.submit(read).result
 
             steps = self._steps(start)
@@ -231,6 +244,13 @@ class ShardLoader:
                 yield ready.pop()
         self.epoch, self._samples = epoch + 1, 0
 
+    def _read(self, epoch: int, items: Sequence[int]) -> list[Block]:
+        # This rank's blocks of a batch, on its device; in the thread, if there is one.
+        blocks = self.dataset.batch(epoch, items, self.partition)
+        if self._ascent is None:
+            return blocks
+        return [block._replace(local=self._ascent.copied(block.local)) for block in blocks]
+
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
         # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
         # one that has left its loop early, or has another file under the same name, would train on a mixture.
@@ -244,6 +264,9 @@ class ShardLoader:
             shapes = [(x.layout or x.local).shape for x in blocks]
             kinds = [str(x.local.dtype) for x in blocks]
             facts[f"dtypes and shapes of {which}"] = [kinds, shapes]
+        for x in blocks if self.device.type == "cuda" else ():
+            # Their memory is of the other stream, and not free before the kernels of this one are over.
+            x.local.record_stream(torch.get_device_module(self.device).current_stream(self.device))
         tensors = tuple(
             x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
         )

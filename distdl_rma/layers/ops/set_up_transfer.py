@@ -23,6 +23,7 @@ from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import as_words, word_dtype
 from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.layers.staging import down, up
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 from distdl_rma.segments.consensus import Consensus
 from distdl_rma.segments.machine import Machine
@@ -48,7 +49,7 @@ def broadcast_from_first(
         word_dtype(dtype, name)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     # The tensors themselves where they are contiguous and on the CPU, else copies.
-    plain = [tensor.resolve_conj().resolve_neg().cpu().contiguous() for tensor in filled]
+    plain = [down(tensor.resolve_conj().resolve_neg()).contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
     vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
     if not vectors or _are_equal(machine, ranks, vectors, title):
@@ -127,8 +128,9 @@ def gather_whole(
     one way, whoever wants the tensor.
 
     ``part`` is this rank's box; ranks that are no givers pass a tensor of the same type. The result is in new
-    memory; it has no elements on ranks that are no takers.
+    memory, on the device of ``part``; it has no elements on ranks that are no takers.
     """
+    device, part = part.device, down(part)
     passes = TransferInPasses(givers, part.dtype)
     ranks = givers.partition.ranks
     mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
@@ -155,4 +157,4 @@ def gather_whole(
     for box, vector in zip(boxes, vectors, strict=True):
         if not box.is_contiguous():
             box.copy_(vector.view(box.shape))
-    return whole
+    return up(whole, device)

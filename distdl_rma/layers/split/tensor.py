@@ -59,7 +59,7 @@ from distdl_rma.layers.split.entry import agree_on_layout
 from distdl_rma.layers.split.function_nodes import OF_NO_BLOCK, enter_graph, runs
 from distdl_rma.layers.split.plain_operands import gathered
 from distdl_rma.layers.split.redistribution import redistributed
-from distdl_rma.layers.staging import backward_in_this_thread
+from distdl_rma.layers.staging import backward_in_this_thread, explain_memory
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
@@ -530,8 +530,9 @@ def _memory(x: torch.Tensor) -> int:
 def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> UnsupportedError | None:
     # The refusal in place of torch's error about tensors on a device and on the host; None for other errors.
     there = next((x._local for x in among if isinstance(x, SplitTensor) and not x._local.is_cpu), None)
-    other = isinstance(error, (DistdlError, torch.OutOfMemoryError)) or "device" not in str(error)
-    if there is None or other:
+    explain_memory(error, name_of(func), among)
+    known = isinstance(error, (DistdlError, torch.OutOfMemoryError, torch.AcceleratorError))
+    if there is None or known or "device" not in str(error):
         return None
     return refused(
         func, f"{error} (are all its tensors on {there.device}? If so, its rule computes on the CPU only)"

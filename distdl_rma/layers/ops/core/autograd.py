@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.layers.checks.gradient_origin import RUNNING, backward_id
+from distdl_rma.layers.staging import explain_memory
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
@@ -150,6 +151,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         try:
             return backward(ctx, *gradients) if compiles() is None else run_eager(backward, ctx, *gradients)
         except Exception as error:
+            explain_memory(error, type(ctx).__name__, gradients)
             # Operations that wait for peers, or that peers wait for, set ctx.machine.
             _report(getattr(ctx, "machine", None), error, of_all=True)
             raise

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.table import rule
+from distdl_rma.layers.staging import down
 
 # Text and category of a warning of torch.
 Warned = tuple[str, type[Warning]]
@@ -123,9 +124,7 @@ def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         def of(x: Any) -> torch.Tensor:
-            return (
-                torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).to("cpu", copy=True)
-            )
+            return torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else down(_here(x)).clone()
 
         return of
 

@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.layers.staging import up
 
 Words = NDArray[np.uint64]
 Numbers = NDArray[Any]
@@ -90,7 +91,7 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
         # The same numbers on every device.
         here = torch.empty_like(out, device="cpu", requires_grad=False)
         fill(here, name, layout, seed, parameters)
-        out.copy_(here)
+        out.copy_(up(here, out.device))
         return True
     real, mean = out, 0.0
     if out.is_complex():

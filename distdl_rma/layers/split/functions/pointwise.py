@@ -213,6 +213,8 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     y = func(local := checked_block(x), *others, **kwargs)
     if y is local:
         return x
+    if y.is_meta:
+        raise refused(func, "a block on the device meta has no memory, which ranks could exchange")
     found = SplitTensor(y, x._layout)
     if x._strides is not None:
         found._strides = order_kept(x)

@@ -37,6 +37,7 @@ from distdl_rma.layers.split.operands import (
 )
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block
 from distdl_rma.layers.split.views import begin_change
+from distdl_rma.layers.staging import up
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
 _ALPHA = 1.7580993408473766
@@ -126,7 +127,7 @@ def _of_channels(
     leading = 1 if unbatched else 2
     shape = (*layout.shape[:leading], *(1,) * (dims - leading))
     drawn = torch.empty(shape, dtype=x._local.dtype, device="cpu").bernoulli_(1 - p)
-    values = _scaled(drawn.to(x._local.device), p, alpha)
+    values = _scaled(up(drawn, x._local.device), p, alpha)
     cut = part_for(shape, layout).slices()
     return values[0][cut], None if values[1] is None else values[1][cut]
 
