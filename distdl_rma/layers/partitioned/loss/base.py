@@ -187,7 +187,7 @@ class DistributedLoss(OperatorLayer[Parts]):
 
     def input_problem(self, input: Any, target: Any) -> str:
         """Error in the local tensors; empty also for those that the agreement refuses."""
-        if problem_with(input, on_device=True) or problem_with(target, on_device=True):
+        if problem_with(input) or problem_with(target, on_device=True):
             return ""
         shape = tuple(input.shape)
         if len(shape) != self.P_x.dim:
@@ -250,7 +250,7 @@ class DistributedLoss(OperatorLayer[Parts]):
 
     def idle_output(self, x: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> torch.Tensor:
         """0 in the graphs of both tensors, so that any rank can call ``backward``; local."""
-        problem = next(filter(None, (problem_with(each, on_device=True) for each in (x, *others))), "")
+        problem = next(filter(None, (problem_with(each) for each in (x, *others))), "")
         if not problem and x.numel():
             shape = tuple(x.shape)
             problem = f"it is not in P_x but passes a tensor of shape {shape}; pass one without elements"
