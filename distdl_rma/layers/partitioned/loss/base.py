@@ -187,7 +187,7 @@ class DistributedLoss(OperatorLayer[Parts]):
 
     def input_problem(self, input: Any, target: Any) -> str:
         """Error in the local tensors; empty also for those that the agreement refuses."""
-        if problem_with(input) or problem_with(target, on_device=True):
+        if problem_with(input) or problem_with(target):
             return ""
         shape = tuple(input.shape)
         if len(shape) != self.P_x.dim:
