@@ -176,7 +176,7 @@ def from_host(
 @contextmanager
 def _beside(device: torch.device, way: str) -> Iterator[Any]:
     # On this thread's stream of copies, which is behind ("down") or before ("up") the kernels that the block
-    # stands between; yields it. None where a copy waits by itself.
+    # stands between, or has no order with them ("ahead"); yields it. None where a copy waits by itself.
     if device.type not in ASYNCHRONOUS:
         yield None
         return
@@ -209,23 +209,34 @@ def up(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Ascent:
-    """Copies up that run beside the kernels of a device, in a stream of their own; used by one thread.
+    """A started copy of tensors of the host to a device, beside its kernels and those of other copies.
 
-    Without a stream, as on a device that is not ``ASYNCHRONOUS``, each copy waits.
+    One thread may start it, and another one may take the tensors: its kernels wait on the device.
+
+    Examples
+    --------
+    >>> up = Ascent([torch.ones(2)], torch.device("cuda"))
+    >>> [x.device.type for x in up.wait()]
+    ['cuda']
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
-        self._stream = self._module.Stream(device) if device.type in ASYNCHRONOUS else None
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._device, self._event = device, None
+        hosts = [_memory(x.numel(), x.dtype, device).view(x.shape).copy_(x) for x in tensors]
+        with COPIES.timed(up=sum(x.nbytes for x in hosts)), _beside(device, "ahead") as copies:
+            late = copies is not None
+            self._there = [torch.empty_like(x, device=device).copy_(x, non_blocking=late) for x in hosts]
+            if copies is not None:
+                self._event = copies.record_event()
 
-    def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy of a tensor of the CPU on the device; blocking."""
-        if self._stream is None:
-            return up(x, self._device)
-        with self._module.stream(self._stream):
-            (y,) = from_host([as_words(x)], x.numel(), x.dtype, self._device)
-        self._stream.synchronize()
-        return y
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the device, for kernels that this thread launches; does not block the host."""
+        if self._event is not None:
+            kernels = torch.get_device_module(self._device).current_stream(self._device)
+            kernels.wait_event(self._event)
+            for x in self._there:
+                x.record_stream(kernels)
+        return self._there
 
 
 def _memory(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -44,7 +44,7 @@ from distdl_rma.segments.machine import Machine
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
 # Reads the blocks of a batch, or waits for the thread that does: the loop is the same with and without it.
-Read = Callable[[], list[Block]]
+Read = Callable[[], tuple[list[Block], Ascent | None]]
 
 
 class ShardLoader:
@@ -133,7 +133,6 @@ class ShardLoader:
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.partition, self._groups = self._agree()
         self.replica = self._groups.index(self.partition.ranks)
-        self._ascent = None if self.device.type == "cpu" else Ascent(self.device)
         if self.replica == 0:
             dataset.warn_of_chunks(self.partition, stacklevel=2)
 
@@ -244,19 +243,18 @@ class ShardLoader:
                 yield ready.pop()
         self.epoch, self._samples = epoch + 1, 0
 
-    def _read(self, epoch: int, items: Sequence[int]) -> list[Block]:
-        # This rank's blocks of a batch, on its device; in the thread, if there is one.
+    def _read(self, epoch: int, items: Sequence[int]) -> tuple[list[Block], Ascent | None]:
+        # This rank's blocks of a batch, and their copy to the device; in the thread, if there is one.
         blocks = self.dataset.batch(epoch, items, self.partition)
-        if self._ascent is None:
-            return blocks
-        return [block._replace(local=self._ascent.copied(block.local)) for block in blocks]
+        on_host = self.device.type == "cpu"
+        return blocks, None if on_host else Ascent([block.local for block in blocks], self.device)
 
     def _agreed(self, epoch: int, end: int, read: Read) -> Any:
         # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
         # one that has left its loop early, or has another file under the same name, would train on a mixture.
         same = "have all ranks the same files, epoch and position?"
         with self._together(MismatchError, same) as facts:
-            blocks = read()
+            blocks, ascent = read()
             facts["epoch and end of the step, in samples"] = [epoch, end]
             # Batches of other replicas may have other shapes.
             alike = self._replicas == 1 or self.dataset.fixed
@@ -264,11 +262,10 @@ class ShardLoader:
             shapes = [(x.layout or x.local).shape for x in blocks]
             kinds = [str(x.local.dtype) for x in blocks]
             facts[f"dtypes and shapes of {which}"] = [kinds, shapes]
-        for x in blocks if self.device.type == "cuda" else ():
-            # Their memory is of the other stream, and not free before the kernels of this one are over.
-            x.local.record_stream(torch.get_device_module(self.device).current_stream(self.device))
+        here = [x.local for x in blocks] if ascent is None else ascent.wait()
         tensors = tuple(
-            x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
+            x if block.layout is None else SplitTensor(x, lay.normal(block.layout))
+            for x, block in zip(here, blocks, strict=True)
         )
         return tensors if len(tensors) > 1 else tensors[0]
 

@@ -10,7 +10,7 @@ import torch
 
 from distdl_rma import ConfigurationError, ShardLoader, distribute
 from distdl_rma.layers import staging
-from tests.fake_device import NAME, counted, needs_fake_device, register, traffic
+from tests.fake_device import NAME, counted, needs_fake_device, register
 from tests.jobs.data.test_loader import made
 
 pytestmark = [pytest.mark.mpi, needs_fake_device]
@@ -32,7 +32,7 @@ def bits(batch):
 def test_batches_on_a_device_are_those_of_the_host(P_world, device, monkeypatch, prefetch, late):
     monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME} if late else set())
     options = {"batch": 3, "shuffle": True, "prefetch": prefetch}
-    here, there = (ShardLoader(made(flip="W"), **options, device=place) for place in ("cpu", device))
+    here, there = (ShardLoader(made(), **options, device=place) for place in ("cpu", device))
     for one, other in zip(here, there, strict=True):
         assert {x.device.type for x in one} == {"cpu"}
         assert {x.device for x in other} == {device}
@@ -40,24 +40,21 @@ def test_batches_on_a_device_are_those_of_the_host(P_world, device, monkeypatch,
     assert there.state_dict() == here.state_dict()
 
 
-def test_the_thread_that_reads_copies_the_next_batch_while_the_loop_has_this_one(P_world, device):
+def test_the_thread_that_reads_copies_the_next_batch_while_the_loop_has_this_one(
+    P_world, device, monkeypatch
+):
     threads, copied = set(), threading.Event()
-    loader = ShardLoader(made(), 2, prefetch=1, device=device)
-    copy = loader._ascent.copied
 
-    def noted(x):
-        y = copy(x)
-        assert not traffic().late
-        threads.add(threading.current_thread().name)
-        copied.set()
-        return y
+    class Noted(staging.Ascent):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            threads.add(threading.current_thread().name)
+            copied.set()
 
-    loader._ascent.copied = noted
-    batches = iter(loader)
+    monkeypatch.setattr("distdl_rma.jobs.data.loader.Ascent", Noted)
+    batches = iter(ShardLoader(made(), 2, prefetch=1, device=device))
     next(batches)
     copied.clear()
-    batches.close()
-    batches = iter(loader)
     with counted() as moved:
         for _ in batches:
             # That of the next batch, but for the last one.

@@ -126,7 +126,7 @@ def test_a_model_that_all_ranks_move_computes_there(split, device):
 
 def test_blocks_without_memory(split, P_world, device, last):
     meta = X.to("meta")
-    with pytest.raises(ShapeError, match="is on device meta, wanted memory"):
+    with pytest.raises(ShapeError, match="is on device meta, wanted a tensor with memory"):
         split(meta)
     with pytest.raises(MismatchError, match=r"torch.float32 on meta"):
         split(meta if last else X.to(device))
@@ -134,7 +134,7 @@ def test_blocks_without_memory(split, P_world, device, last):
         split(X.to_sparse() if last else X)
     grid = rows(Machine.of(P_world))
     for make in (lambda: shard(grid, meta), lambda: SplitTensor.from_local(meta, grid)):
-        with pytest.raises(ShapeError, match="is on device meta, wanted memory"):
+        with pytest.raises(ShapeError, match="is on device meta, wanted a tensor with memory"):
             make()
     with pytest.raises(UnsupportedError, match=r"Tensor.to.*on the device meta has no memory"):
         shard(grid, X.to(device)).to("meta")
