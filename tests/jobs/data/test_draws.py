@@ -9,8 +9,8 @@ from distdl_rma.jobs.data.draws import Crops, permutation
 
 
 def test_crops_are_at_every_place_that_fits_equally_often():
-    augmentation = Crops((3,), 1)
-    starts = [augmentation.draw((6,), 1, key).crop.start[0] for key in range(4000)]
+    crops = Crops((3,), 1)
+    starts = [crops.draw((6,), 1, key).start[0] for key in range(4000)]
     counts = np.bincount(starts)
     assert len(counts) == 4 and counts.min() > 850 and counts.max() < 1150
 

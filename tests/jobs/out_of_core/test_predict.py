@@ -627,7 +627,7 @@ def test_a_new_file_gets_chunks_for_its_last_dimensions(tmp_path):
     predict(model, x, tmp_path / "y.zarr", chunks=(8, 10))
     found = open_array(tmp_path / "y.zarr")
     assert found.chunks == (1, 8, 10) and found.shape == (3, 40, 30)
-    with pytest.raises(ArgumentError, match="chunks= are of Zarr and HDF5, one extent above 0 for each"):
+    with pytest.raises(ArgumentError, match="chunks= are of Zarr, one extent above 0 for each"):
         predict(model, x, tmp_path / "z.zarr", chunks=(1, 1, 8, 10))
     with pytest.raises(ArgumentError, match="the sink is no path"):
         predict(model, x, chunks=(8, 10))
