@@ -552,12 +552,12 @@ def drawn(generators: Mapping[str, Any], found: Mapping[str, Any], place: int, s
     """States of generators for one of ``size`` ranks, checked; of forms that each rank or one has given.
 
     Those of Python and numpy are left out if neither is the case, and ``UnsupportedError`` refuses torch's.
-    Those that a checkpoint lacks, as one of a job without the device, are left out too.
+    Those of a device that a checkpoint lacks, as one of a job without it, are left out too.
     """
     give = dict[str, torch.Tensor]().__getitem__
     with told(CheckpointError, "checkpoint: restore(..., generators=False) goes on without its generators"):
         states = {}
-        for name in generators.keys() & found.keys():
+        for name in (each for each in generators if each in found or each in _OF_ALL):
             if (count := len(found[name])) in (1, size):
                 states[name] = decode(found[name][place % count], give)
             elif name not in ("python", "numpy"):

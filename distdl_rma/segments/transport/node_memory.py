@@ -127,7 +127,7 @@ class NodeMemory:
             if theirs:
                 raise ConfigurationError(f"rank {rank}: {theirs}")
         for rank, (_, _, transport) in zip(self._ranks, answers, strict=True):
-            if transport != options.transport:
+            if transport != answers[0][2]:
                 first = f"transport is {answers[0][2]!r} on rank {self._ranks[0]}"
                 raise ConfigurationError(f"{first} and {transport!r} on rank {rank}; give all the same")
         self._timeout = chosen_timeout(options.timeout)
