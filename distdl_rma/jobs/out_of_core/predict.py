@@ -111,7 +111,7 @@ def predict(
         Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
         alone. All of them make the same call.
     chunks
-        Of a new file of Zarr or HDF5, for its last dimensions, and 1 for others. Where the result has the
+        Of a new file of Zarr, for its last dimensions, and 1 for others. Where the result has the
         extents of the source, the file also says of its axes what the source does: names, spacing, units.
 
     Returns
