@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
@@ -45,9 +46,10 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
-from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, planned
+from distdl_rma.jobs.checkpoints.items import Item, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Holding, holdings
 from distdl_rma.layers.dtypes import digest, flat_bytes
+from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.layers.state import scattered
@@ -66,12 +68,11 @@ _UNDER_WAY = 2
 
 class _Job(NamedTuple):
     # A checkpoint that is being written: its directory, its manifest without sums, what waits for this rank's
-    # bytes and gives their sums, whether that would return at once, and the private memory of the copies.
+    # bytes and gives their sums, and whether that would return at once.
     path: Path
     body: dict[str, Any]
     written: Callable[[], Counter[str]]
     is_written: Callable[[], bool] = lambda: False
-    memory: torch.Tensor | None = None
 
 
 # A holding, and this rank's share of its bytes in memory.
@@ -171,7 +172,8 @@ class Checkpoints:
                     raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
             facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
         self._jobs: deque[_Job] = deque()
-        self._memory: list[torch.Tensor] = []
+        # Memory of the copies: the first use of new pages takes longer than the copy.
+        self._pool = ResultPool(sys.maxsize)
         # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
         # step's own go first. An executor of one thread, as all threads of jobs that do one thing after the
         # other; but not the scratch file's, which finalizers give work to.
@@ -374,23 +376,13 @@ class Checkpoints:
             self._jobs.append(_Job(path, body, partial(files.write, path, pieces)))
             self._complete()
             return
-        copies, memory = self._copied(list(pieces))
+        # The next step may change the tensors as soon as this returns.
+        copies = [
+            (part, first, self._pool.empty(elements.shape, torch.uint8).copy_(elements))
+            for part, first, elements in pieces
+        ]
         sums = self._thread.submit(files.write, path, copies)
-        self._jobs.append(_Job(path, body, sums.result, sums.done, memory))
-
-    def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
-        # Pieces in private memory, that of an earlier job if it is large enough: the first use of new pages
-        # takes longer than the copy. The next step may change the tensors as soon as this returns.
-        nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
-        memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
-        if memory.numel() < nbytes:
-            memory = _memory(nbytes)
-        copies, at = [], 0
-        for part, first, elements in pieces:
-            copy = memory[at : at + elements.numel()].copy_(elements)
-            copies.append((part, first, copy))
-            at += -(-elements.numel() // ALIGNED) * ALIGNED
-        return copies, memory
+        self._jobs.append(_Job(path, body, sums.result, sums.done))
 
     def _complete(self) -> None:
         # Waits for the oldest job, and publishes it, or raises its error on all ranks. The sums of the parts
@@ -414,9 +406,6 @@ class Checkpoints:
                 if self._first:
                     files.drop(job.path)
             raise
-        finally:
-            if job.memory is not None:
-                self._memory.append(job.memory)
         self._wait_for_deletion()
         if self._first:
             self._deletion = self._thread.submit(files.delete_old, job.path, self._keep)

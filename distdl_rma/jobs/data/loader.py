@@ -19,12 +19,9 @@ between the messages of a layer.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,6 +31,7 @@ from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, Pa
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.data.dataset import Block, ShardDataset
 from distdl_rma.jobs.data.draws import permutation
+from distdl_rma.jobs.data.read_ahead import results_ahead
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.entry import grid_for
@@ -43,8 +41,8 @@ from distdl_rma.segments.machine import Machine
 
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
-# Reads the blocks of a batch, or waits for the thread that does: the loop is the same with and without it.
-Read = Callable[[], tuple[list[Block], Ascent | None]]
+# Blocks of a batch, and their copy to the device.
+Read = tuple[list[Block], Ascent | None]
 
 
 class ShardLoader:
@@ -220,41 +218,30 @@ class ShardLoader:
     def _batches(self, epoch: int, start: int) -> Generator[Any, None, None]:
         count, seed = len(self.dataset), self.dataset.seed
         order = permutation(count, _SHUFFLE, seed, epoch) if self._shuffle else np.arange(count)
-        with ExitStack() as stack:
-            reader = None
-            if self._prefetch:
-                reader = ThreadPoolExecutor(1, "ShardLoader")
-                stack.callback(reader.shutdown, cancel_futures=True)
-
-            def begun(end: int, places: range) -> tuple[int, Read]:
-                items = order[places.start : places.stop].tolist()
-                read = partial(self._read, epoch, items)
-                return end, read if reader is None else reader.submit(read).result
-
-            steps = self._steps(start)
-            ahead = deque(begun(*step) for step in islice(steps, max(1, self._prefetch)))
-            while ahead:
-                end, read = ahead.popleft()
+        reads = (
+            partial(self._read, epoch, order[places.start : places.stop].tolist())
+            for _, places in self._steps(start)
+        )
+        with closing(results_ahead(reads, self._prefetch, "ShardLoader")) as read:
+            for end, _ in self._steps(start):
                 # No variable keeps a batch while the next one is read.
                 ready = [self._agreed(epoch, end, read)]
-                del read
-                ahead.extend(begun(*step) for step in islice(steps, 1))
                 self._samples = end
                 yield ready.pop()
         self.epoch, self._samples = epoch + 1, 0
 
-    def _read(self, epoch: int, items: Sequence[int]) -> tuple[list[Block], Ascent | None]:
+    def _read(self, epoch: int, items: Sequence[int]) -> Read:
         # This rank's blocks of a batch, and their copy to the device; in the thread, if there is one.
         blocks = self.dataset.batch(epoch, items, self.partition)
         on_host = self.device.type == "cpu"
         return blocks, None if on_host else Ascent([block.local for block in blocks], self.device)
 
-    def _agreed(self, epoch: int, end: int, read: Read) -> Any:
+    def _agreed(self, epoch: int, end: int, read: Iterator[Read]) -> Any:
         # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
         # one that has left its loop early, or has another file under the same name, would train on a mixture.
         same = "have all ranks the same files, epoch and position?"
         with self._together(MismatchError, same) as facts:
-            blocks, ascent = read()
+            blocks, ascent = next(read)
             facts["epoch and end of the step, in samples"] = [epoch, end]
             # Batches of other replicas may have other shapes.
             alike = self._replicas == 1 or self.dataset.fixed

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,12 +39,12 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.jobs.data.read_ahead import boxes_ahead
 from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.prepared import Prepared
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.read_ahead import ReadAhead
 from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
@@ -111,7 +111,7 @@ def predict(
         Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
         alone. All of them make the same call.
     chunks
-        Of a new file of Zarr or HDF5, for its last dimensions, and 1 for others. Where the result has the
+        Of a new file of Zarr, for its last dimensions, and 1 for others. Where the result has the
         extents of the source, the file also says of its axes what the source does: names, spacing, units.
 
     Returns
@@ -277,7 +277,7 @@ class Prediction(Inference):
         )
         cut = max(range(grid.dim), key=lambda d: plan.grid[d]) - grid.dim + len(self.source.shape)
         ahead = plan.ahead_nbytes > 0
-        with ReadAhead(self.source, places, ahead, cut, plan.fetched_rows) as self._boxes:
+        with closing(boxes_ahead(self.source, places, ahead, cut, plan.fetched_rows)) as self._boxes:
             for sample in samples:
                 self._run_sample(sample, begin.of(sample))
 
@@ -313,7 +313,7 @@ class Prediction(Inference):
     def read(self, box: Slices) -> torch.Tensor:
         """The block of a box of the sample, in the model's type."""
         with of_disk(label(self.source)):
-            found = self._boxes.take()
+            found = next(self._boxes)
         return self._converted(found).view([each.stop - each.start for each in box])
 
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
