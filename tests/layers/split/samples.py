@@ -41,7 +41,6 @@ REASONS = (
 )
 EXCLUDED = {
     "broadcast_tensors": "returns plain tensors for plain ones, whose gradients are no contributions",
-    "meshgrid": "returns plain tensors for plain ones, whose gradients are no contributions",
     "nn.functional.batch_norm": "torch has no samples for a processor",
     "nn.functional.multi_head_attention_forward": "draws numbers",
 }

@@ -32,7 +32,7 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.calls.torch_errors import raise_as_torch
 from distdl_rma.layers.split.operands import of_cut, on_whole_tensors, site_for
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
@@ -233,25 +233,6 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(tensors)(
         _expanded(func, x, tuple(shape)) if isinstance(x, SplitTensor) else x.expand(shape) for x in tensors
     )
-
-
-@checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
-def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``expand`` of each vector along its dimension; plain vectors stay plain."""
-    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-    shapes = [frozen(x) for x in tensors]
-    if max(map(len, shapes)) > 1:
-        raise RuntimeError(f"torch.meshgrid: expected scalars or vectors, got shapes {shapes}")
-    places = list(range(len(tensors)))
-    if kwargs.get("indexing") == "xy" and len(tensors) > 1:
-        places[:2] = 1, 0
-    grid = [shapes[at][0] if shapes[at] else 1 for at in places]
-
-    def spread(x: torch.Tensor, place: int) -> Any:
-        column = composed(torch.reshape, x, (-1, *(1,) * (len(grid) - place - 1)))
-        return composed(_T.expand, column, grid)
-
-    return tuple(spread(x, place) for x, place in zip(tensors, places, strict=True))
 
 
 @rule("movement", "repeat", "tile")
