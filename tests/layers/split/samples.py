@@ -33,10 +33,8 @@ REFUSED = {"item", "sparse.mm"}
 REASONS = (
     "only floating point numbers are",
     "the indices are split",
-    "it takes from a flattened tensor",
     "use the form without the underscore",
     "an argument beside the input is split",
-    "with what is to come before or behind the input",
     "it is given coordinates",
 )
 EXCLUDED = {

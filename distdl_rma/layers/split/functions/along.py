@@ -31,6 +31,7 @@ from distdl_rma.layers.split.operands import (
     composition,
     of_any_cut,
     of_cut,
+    on_whole_tensors,
 )
 from distdl_rma.layers.split.reduction_axes import (
     by_whole_dims,
@@ -41,7 +42,7 @@ from distdl_rma.layers.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed
 
 # Whether results have the extent of the input in the dimension.
 _ALONG = {
@@ -62,10 +63,8 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
         # The overload with ``stable`` first.
         return composed(func, x, **{"stable": args[1], **kwargs})
-    if not isinstance(x, SplitTensor) or any_cut(others):
-        raise refused(func, "an argument beside the input is split")
-    if name == "diff" and others:
-        raise refused(func, "with what is to come before or behind the input")
+    if not isinstance(x, SplitTensor) or any_cut(others) or (name == "diff" and others):
+        return on_whole_tensors(*call)
     stays, ndim = _ALONG[name], x.dim()
     dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
     local, layout = with_whole(site, x, dims)

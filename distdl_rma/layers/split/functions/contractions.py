@@ -45,7 +45,7 @@ from distdl_rma.layers.split.operands import (
 )
 from distdl_rma.layers.split.redistribution import all_sum
 from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
 _T: Any = torch.Tensor
@@ -291,22 +291,17 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-_BESIDE = "a tensor stands beside the matrices"
-
-
 @rule(
     "contraction",
     *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
     *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
 )
-@of_cut(plain=_BESIDE)
+@of_cut()
 def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
     func, (_x, *rest), kwargs = call
-    if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
-        raise refused(func, _BESIDE)
     count = len(x._layout.shape)
-    if count < 2:
+    if count < 2 or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
         return on_whole_tensors(*call)
     local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
 

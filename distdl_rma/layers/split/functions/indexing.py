@@ -389,15 +389,13 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     """Elements of a dimension, which becomes whole; the other dimensions, and the indices, stay cut."""
     name = call[0].__name__
     index = given["indices" if name == "take_along_dim" else "index"]
-    if dim is None:
-        raise refused(call[0], "it takes from a flattened tensor; give dim")
-    dim = positive(dim, x.dim())
     source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
     beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
-    if any(each.dim() != x.dim() for each in operands):
+    if dim is None or any(each.dim() != x.dim() for each in operands):
         # Torch also takes a scalar beside vectors, and indices without elements.
         return on_whole_tensors(*call)
+    dim = positive(dim, x.dim())
     # Dimensions of equal extents are cut like the largest split operand.
     extents = [frozen(each) for each in operands]
     uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]

@@ -92,6 +92,7 @@ _OF_ALL: dict[str, list[Any]] = {
         *(F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss),
     ],
     "norm": ["renorm"],
+    "random": [torch.poisson, torch.binomial],
     "movement": [
         *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted".split(),
         *(torch.block_diag, torch.cartesian_prod, torch.combinations),

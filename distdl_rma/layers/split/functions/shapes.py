@@ -247,15 +247,12 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
-_OF_TIMES = "how often elements are repeated is on many ranks"
-
-
 @rule("movement", "repeat_interleave", errors="own")
-@of_cut(uncut=True, plain=_OF_TIMES)
+@of_cut(uncut=True)
 def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
     """Each rank repeats its elements; for different numbers the dimension becomes whole."""
     if isinstance(repeats, SplitTensor):
-        raise refused(call[0], _OF_TIMES)
+        return on_whole_tensors(*call)
     raise_as_torch(*call)
     if dim is None:
         x, dim = reshape(x, (-1,)), 0
