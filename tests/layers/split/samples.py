@@ -33,15 +33,12 @@ REFUSED = {"item", "sparse.mm"}
 REASONS = (
     "only floating point numbers are",
     "the indices are split",
-    "it takes from a flattened tensor",
     "use the form without the underscore",
     "an argument beside the input is split",
-    "with what is to come before or behind the input",
     "it is given coordinates",
 )
 EXCLUDED = {
     "broadcast_tensors": "returns plain tensors for plain ones, whose gradients are no contributions",
-    "meshgrid": "returns plain tensors for plain ones, whose gradients are no contributions",
     "nn.functional.batch_norm": "torch has no samples for a processor",
     "nn.functional.multi_head_attention_forward": "draws numbers",
 }

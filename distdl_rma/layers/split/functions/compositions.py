@@ -96,7 +96,9 @@ _BY_TORCH: dict[str, list[Any]] = {
     "loss": [
         *(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss),
     ],
+    "norm": [F.local_response_norm],
     "random": [F.gumbel_softmax],
+    "reduction": [F.softmin],
     "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],
 }
 _COPIES = {function: _unguarded(function) for functions in _BY_TORCH.values() for function in functions}

@@ -4,14 +4,14 @@ A draw of elements takes one number from the default generator, or from the one 
 
     default generators          1 number, equal on all ranks (``seed_from``), and all move on alike
         |
-        |--- element i          number i of the sequence of this seed (``draws.fill``)
-        '--- poisson, binomial  a generator of torch for (seed, start of the block): others on other grids
+        '--- element i          number i of the sequence of this seed (``draws.fill``)
 
 So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
 torch restores the default generator for it. Tensors without a cut draw by index too; otherwise a model's
-numbers would depend on which of its tensors happen to be cut. The two exceptions need a number of draws that
-depends on what is drawn, so that no element has a place in a sequence. A dropout of channels is small: every
-rank draws the mask of the whole from the default generator, as torch does.
+numbers would depend on which of its tensors happen to be cut. ``poisson`` and ``binomial`` need a number of
+draws that depends on what is drawn, so that no element has a place in a sequence: every rank draws all of
+them (``refusals.py``). A dropout of channels is small: every rank draws the mask of the whole from the
+default generator, as torch does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from distdl_rma.layers.split.operands import (
     as_blocks,
     common_layout,
     of_cut,
-    on_whole_tensors,
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 from distdl_rma.layers.split.views import begin_change
 from distdl_rma.layers.staging import up
 
@@ -165,19 +164,14 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
-@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
+@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal)
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank draws its block by its parameters; `poisson` and `binomial` by a generator of torch."""
-    by_index = func not in (torch.poisson, torch.binomial)
-    if not (by_index or any_cut(args, kwargs)):
-        return on_whole_tensors(func, args, kwargs)
+    """Each rank draws its block by its parameters."""
     layout, site = common_layout(func, tensors_in(args, kwargs)), site_for(func, *tensors_in(args, kwargs))
     blocks, options = as_blocks(site, (args, kwargs), layout, 1)
     seed = seed_from(options.pop("generator", None))
     # Torch has the errors and the graph: gradients of parameters are zero.
     y = func(*blocks, **options, generator=generator_of_block(layout, seed))
-    if not by_index:
-        return SplitTensor(y, layout)
     given = named(func, blocks, options)
     with torch.no_grad():
         if func is torch.normal:

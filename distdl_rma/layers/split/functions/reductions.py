@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import BIT_WORDS, sum_dtype
@@ -309,7 +308,7 @@ class _Softmax(OperatorFunction):
         return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
 
 
-@checked_rule("reduction", "softmax", "log_softmax", "softmin")
+@checked_rule("reduction", "softmax", "log_softmax")
 @of_cut(empty=False)
 def softmax(
     call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
@@ -318,8 +317,6 @@ def softmax(
     func, *_ = call
     # Torch's default, if the user names no dimension.
     dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
-    if func is F.softmin:
-        return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
     along = Along.of(site, x, dim)
     if not along.cut:
         return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
@@ -468,19 +465,9 @@ def _first(
 @of_cut()
 def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Global index of the first of equal elements; without a dimension, among all elements."""
+    if dim is None:
+        y = composed(call[0], composed(torch.reshape, x, (-1,)), 0)
+        return composed(torch.reshape, y, (1,) * x.dim()) if keepdim else y
     largest, along = call[0].__name__ == "argmax", Along.of(site, x, dim)
     along.local = along.local.detach()
-    if dim is not None:
-        return along.result(_with_index(along, largest)[1], keepdim)
-    local, shape = along.local, along.layout.shape
-    value, index = _nothing(along, largest), torch.tensor(_NOWHERE, device=local.device)
-    if value is None:
-        found = local.argmax() if largest else local.argmin()
-        places = torch.unravel_index(found, local.shape)
-        value, index = local[places].view((1,) * len(shape)), torch.tensor(0, device=local.device)
-        bounds = along.layout.own_box.bounds
-        for at, (start, _), n in zip(places, bounds, shape, strict=True):
-            index = index * n + at + start
-    # The first index in the order of the whole tensor, not of the ranks.
-    index = index.view((1,) * len(shape))
-    return along.result(_first(along, value, index, largest)[1] if along.cut else index, keepdim)
+    return along.result(_with_index(along, largest)[1], keepdim)
