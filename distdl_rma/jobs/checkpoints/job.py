@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -52,6 +52,7 @@ from distdl_rma.layers.dtypes import digest, flat_bytes
 from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.staging import explain_memory
 from distdl_rma.layers.state import scattered
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -89,6 +90,14 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     # restored on any number of ranks, several on as many ranks only.
     columns = {key: [state[key] for state in states] for key in states[0]}
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
+
+
+def _digest(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    try:
+        return digest(tensors[name])
+    except torch.OutOfMemoryError as error:
+        explain_memory(error, f"the comparison of {name!r}", [tensors[name]])
+        raise
 
 
 def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
@@ -345,11 +354,13 @@ class Checkpoints:
             if lacking := [p.item.name for p, _ in parts if not p.box.empty and p.item.name not in tensors]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
         found = holdings(parts)
-        prints = {
-            str(each.ranks): [(part.item.name, digest(tensors[part.item.name])) for part in each.parts]
-            for each in found
-            if len(each.ranks) > 1
-        }
+        # Of a tensor on a device this needs memory there.
+        with self._together():
+            prints = {
+                str(each.ranks): [(part.item.name, _digest(part.item.name, tensors)) for part in each.parts]
+                for each in found
+                if len(each.ranks) > 1
+            }
         digests = {key: files.digest(json.dumps(pairs).encode()) for key, pairs in prints.items()}
         if _differing(gather_words(self._machine.segments, digests, self._call)):
             named = {f"{name} on {key}": word for key, pairs in prints.items() for name, word in pairs}

@@ -7,6 +7,7 @@ import torch
 
 from distdl_rma import (
     Checkpoints,
+    DistdlError,
     Machine,
     MismatchError,
     UnsupportedError,
@@ -18,7 +19,7 @@ from distdl_rma import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers import staging
 from distdl_rma.layers.ops.set_up_transfer import gather_whole
-from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.fake_device import NAME, counted, needs_fake_device, register, traffic
 from tests.jobs.checkpoints.training import Job, same_folder
 
 pytestmark = [
@@ -160,3 +161,20 @@ def test_a_state_dict_is_gathered_and_loaded_on_its_device(P_world, comm, device
         found = gather_whole(P_world.home, parts, takers, whole[parts.slices()].to(device), "a table")
         assert found.device == device
         assert torch.equal(found.cpu(), whole if takers.active else whole.new_empty(0))
+
+
+def test_a_device_that_is_full_on_one_rank_is_an_error_on_all_wherever_the_save_is(comm, folder, device):
+    model = torch.nn.Linear(2, 1).to(device)
+    last, saved = comm.rank == comm.size - 1, 0
+    with Checkpoints(folder) as kept:
+        for room in range(0, 60, 3):
+            traffic().room = room if last else float("inf")
+            try:
+                kept.save({"model": model}, room)
+                saved += 1
+            except DistdlError as error:
+                assert "OutOfMemoryError" in str(error)
+            finally:
+                traffic().room = float("inf")
+        assert 0 < saved < 20 and len({*comm.allgather(saved)}) == 1
+        kept.save({"model": model}, 60)
