@@ -549,6 +549,8 @@ def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
         return
     if isinstance(error, OF_SEVERAL_RANKS):
         home.settle(error, partition.ranks)
+    elif isinstance(error, torch.OutOfMemoryError):
+        home.fail(error)
     else:
         home.segments.announce_error(error)
 

@@ -200,7 +200,8 @@ def misfit(
 def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
     # All ranks raise a refusal: peers need no message, and the machine stays usable. Any other error in a
     # forward is a failure: the peers must not wait. In a backward (of_all) all ranks may raise the same error
-    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting.
+    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting. Memory
+    # is lacking on this rank alone.
     if machine is None:
         return
     machine.labels.make_readable(error)
@@ -208,7 +209,7 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
     refused = isinstance(error, DistdlError) and not isinstance(error, failures)
     if refused or machine.closed:
         return
-    if not of_all:
+    if not of_all or isinstance(error, torch.OutOfMemoryError):
         machine.fail(error)
     elif isinstance(error, OF_SEVERAL_RANKS):
         machine.fail(error) if machine.lasting else machine.settle(error)
