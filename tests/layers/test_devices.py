@@ -14,6 +14,7 @@ from distdl_rma import (
     DistdlError,
     GradientSync,
     ShapeError,
+    UnsupportedError,
     distribute,
     shard,
 )
@@ -234,3 +235,14 @@ def test_a_model_on_two_devices_is_refused_on_all_ranks(P_world, comm, device):
         model[0].to(device)
     with pytest.raises(ConfigurationError, match="device"):
         distribute(model, {"H": -1})
+
+
+def test_tensors_move_between_devices_by_the_names_of_these(P_world, device):
+    x = shard({"H": -1}, torch.rand(1, 1, 7, 3))
+    with pytest.raises(UnsupportedError, match=r"\) on cpu, .*\) on fake:0: move them to one device"):
+        x + x.to(device)
+    assert all(torch.equal(x.to(device).cpu().to_local(), x.to_local()) for x in (x, x * 2))
+    if not torch.cuda.is_available():
+        # Torch's own error: the function has a rule.
+        with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+            x.cuda()

@@ -144,6 +144,8 @@ class ShardLoader:
             with told(ConfigurationError, f"ShardLoader: no device {self._given_device} on this rank"):
                 # With its number: in the thread another one is current.
                 self.device = torch.empty(0, device=self._given_device).device
+            if self.device.type == "meta":
+                raise ConfigurationError("ShardLoader: a batch on the device meta would have no elements")
             own = self._own_partition()
             facts["type of the device"] = self.device.type
             facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}

@@ -534,9 +534,13 @@ def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> Unsupported
     known = isinstance(error, (DistdlError, torch.OutOfMemoryError, torch.AcceleratorError))
     if there is None or known or "device" not in str(error):
         return None
-    return refused(
-        func, f"{error} (are all its tensors on {there.device}? If so, its rule computes on the CPU only)"
-    )
+    tensors = [x for x in among if isinstance(x, torch.Tensor)]
+    if len({x.device for x in tensors}) > 1:
+        each = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
+        return UnsupportedError(
+            f"{name_of(func)} at {user_place().location}: its tensors are {each}: move them to one device"
+        )
+    return refused(func, f"{error} (its rule computes on the CPU, and its tensors are on {there.device})")
 
 
 def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:

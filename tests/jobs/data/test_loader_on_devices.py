@@ -80,3 +80,8 @@ def test_a_device_that_one_rank_lacks_is_refused_on_all(P_world, comm, device):
     assert list(chain(*(batch[2].tolist() for batch in ShardLoader(made(), 5, device=device)))) == [
         *range(10)
     ]
+
+
+def test_batches_without_memory_are_refused(P_world):
+    with pytest.raises(ConfigurationError, match="a batch on the device meta would have no elements"):
+        ShardLoader(made(), device="meta")

@@ -12,8 +12,10 @@ from distdl_rma import (
     DistributedGradScaler,
     GradientSync,
     ShapeError,
+    UnsupportedError,
     distribute,
     gather_state_dict,
+    layers,
     shard,
     zero_volume_tensor,
 )
@@ -309,3 +311,11 @@ def test_layers_of_short_types_are_converted_as_torch_does_there(
     torch.testing.assert_close(y, here.out(expected), atol=0.1, rtol=0.02)
     with torch.autocast(NAME, torch.bfloat16):
         assert there.layer(there.into(x)).dtype == gpu
+
+
+@pytest.mark.parametrize("name", ["Conv2d", "BatchNorm2d"])
+def test_a_device_is_refused_before_torch_draws_on_it(P_world, device, name):
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    arguments = (P_x, 1, 1, 3) if name == "Conv2d" else (P_x, 1)
+    with pytest.raises(UnsupportedError, match="build the layer on the CPU"):
+        getattr(layers, f"Distributed{name}")(*arguments, device=device)

@@ -117,6 +117,9 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
     ``by_name``.
     """
     twin, named = torchs_class(layer), by_name(layer, *arguments, **given)
+    if "device" in signature_of(layer).parameters:
+        # Before the twin draws its parameters there.
+        check_device(layer.__name__, named.get("device"))
     try:
         like: Any = twin(**named)
         if sample:

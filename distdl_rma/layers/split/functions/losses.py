@@ -31,7 +31,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.checks.arguments import SCALAR_TYPES
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes, has_indices
+from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
@@ -217,7 +217,8 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     dim = 0 if len(shape := x.shape) == 1 else 1
     if not any_cut(x, target) or not shape[dim]:
         return on_whole_tensors(*call)
-    of_indices = has_indices(func, target.is_floating_point())
+    # Without the call of ``has_indices``.
+    of_indices = func is F.nll_loss or not target.is_floating_point()
     if not (of_indices or isinstance(x, SplitTensor)):
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)

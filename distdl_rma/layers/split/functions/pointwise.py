@@ -59,7 +59,7 @@ bitwise_not nan_to_num angle conj_physical clone zeros_like ones_like full_like 
 bfloat16 int long short char byte bool type cfloat cdouble zero fill __neg__ __abs__ __invert__ relu relu6
 elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink
 softshrink leaky_relu logsigmoid threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx
-bessel_j0 i0e i1 i1e cpu
+bessel_j0 i0e i1 i1e cpu cuda xpu
 """.split()
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum
