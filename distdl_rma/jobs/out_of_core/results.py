@@ -8,10 +8,11 @@ A sink that is a path is three things while a prediction runs; a killed process 
         state.json                how far, and of which prediction
         0-1-2.messages ...        what slabs that are left need of those that have ended (``ResumeLog``)
 
-The state is two numbers, (sample, written): this sample is being written, and ``written`` of its slabs are
-there. A later process computes from the next slab on, or from the first one where all slabs wait for each
-other: these are computed again, without writing again what is written. A state is replaced as a whole, after
-the blocks that it counts were written.
+The state is three numbers, (sample, written, first): this sample is being written, ``written`` of its slabs
+are there, and a later process computes from slab ``first`` on. Usually both are equal. ``first`` is smaller
+where messages were left out because of a slow disk, and 0 where all slabs wait for each other: these are
+computed again, without writing again what is written. A state is replaced as a whole, after the blocks that
+it counts were written.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ class Results:
         self.writes = first
         self._file: ArraySink | None = None
         self._sink: Any = sink
-        # The last state that was noted: the sample, and how many slabs of it are written.
-        self._state = 0, 0
+        # The last state that was noted: sample, slabs that are written, and where a process would go on.
+        self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
             self._sink = self._file = new_array(sink, self._shape, plan.dtype, plan.chunks, **made)
             # Boxes, and messages of their rests, depend on the chunks.
@@ -235,7 +236,7 @@ class Results:
             on_error.enter_context(self._file)
             with of_disk(self._folder):
                 self._folder.mkdir()
-                self._note(0, 0)
+                self._note(0, 0, 0)
             on_error.pop_all()
         self.begin = Begin(keeps=self._keeps)
         return self
@@ -248,7 +249,7 @@ class Results:
         if not self._first and error is None and self.writes:
             with of_disk(label(self._sink)):
                 self._file.flush()
-        if not self._first or (error is not None and self._state > (0, 0)):
+        if not self._first or (error is not None and self._state > (0, 0, 0)):
             self._file.leave()
             return
         self._file.__exit__(kind, error, trace)
@@ -306,8 +307,16 @@ class Results:
         if self._file is None:
             return
         with of_disk(self._folder):
-            self._note(*((sample, slabs) if slabs < self._plan.slabs else (sample + 1, 0)))
-            self._log.forget(slabs)
+            if slabs == self._plan.slabs:
+                self._note(sample + 1, 0, 0)
+                self._log.clear()
+                return
+            before, _, first = self._state
+            first = first if sample == before else 0
+            if self._keeps and self._log.has_all_for(slabs):
+                first = slabs
+            self._note(sample, slabs, first)
+            self._log.forget(sample, first)
 
     @property
     def _keeps(self) -> bool:
@@ -331,11 +340,10 @@ class Results:
 
     def _resumed(self, file: ArraySink) -> bool:
         # Whether an earlier process has begun the same; goes on with that.
-        first = 0
         try:
             text = (self._folder / _STATE).read_text()
-            sample, written = json.loads(text)["state"]
-            if text != self._text_of(sample, written):
+            sample, written, first = json.loads(text)["state"]
+            if text != self._text_of(sample, written, first):
                 return False
             if Path(file.path).exists():
                 if sample < self._plan.samples or file.part.exists():
@@ -345,7 +353,6 @@ class Results:
                 shutil.rmtree(self._folder)
                 messages = list[tuple[Address, Message]]()
             else:
-                first = written if self._keeps else 0
                 messages = self._log.read(sample, first)
                 file.reopen()
                 # What Zarr was writing when the process was killed.
@@ -353,14 +360,14 @@ class Results:
                     left.unlink()
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        self._state = sample, written
+        self._state = sample, written, first
         self.begin = Begin(sample, first, written, tuple(messages), self._keeps)
         return True
 
-    def _note(self, sample: int, written: int) -> None:
-        self._state = sample, written
+    def _note(self, sample: int, written: int, first: int) -> None:
+        self._state = sample, written, first
         new = self._folder / f"{_STATE}.new"
-        new.write_text(self._text_of(sample, written))
+        new.write_text(self._text_of(sample, written, first))
         new.replace(self._folder / _STATE)
 
     def _text_of(self, *state: int) -> str:

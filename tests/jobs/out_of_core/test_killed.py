@@ -86,7 +86,7 @@ def attempt(folder, out, norm, number, at=0, victim=0, victims="one rank"):
         if number != 1:
             return reached
         # The first attempt is killed, and such that the next one has something to go on with.
-        sample, slab = noted(folder, out, norm) or (0, 0)
+        sample, slab = noted(folder, out) or (0, 0)
         return sample > 0 or (reached and (norm != "none" or slab > 0))
 
     model, x = seeded(lambda: (UNet(2, norm), torch.rand(SHAPE)))
@@ -105,14 +105,14 @@ def attempt(folder, out, norm, number, at=0, victim=0, victims="one rank"):
     return killer.lines
 
 
-def noted(folder, out, norm):
+def noted(folder, out):
     """Sample and slab at which the next attempt begins; None where it begins anew."""
     try:
         state = json.loads((folder / f"{out}.progress" / "state.json").read_text())
     except OSError:
         return None
-    sample, written = state["state"]
-    return sample, written if norm == "none" else 0
+    sample, _, first = state["state"]
+    return sample, first
 
 
 def reads_of(folder, number):
@@ -160,7 +160,7 @@ def test_a_job_goes_on_also_on_other_numbers_of_ranks(tmp_path, unkilled, ranks,
     draw, out, begins = random.Random(f"{TODAY}, {ranks}, {norm}, {suffix}"), f"y.{suffix}", []
 
     def tried(number, size, **how):
-        begins.append(noted(tmp_path, out, norm))
+        begins.append(noted(tmp_path, out))
         arguments = {"folder": str(tmp_path), "out": out, "norm": norm, "number": number, **how}
         program = [sys.executable, "-m", "mpi4py", "-m", "tests.jobs.out_of_core.test_killed"]
         return completed([*mpiexec(size), *program, json.dumps(arguments)], limit=200)
@@ -220,7 +220,7 @@ def test_a_prediction_goes_on_on_another_device(tmp_path, devices):
     np.save(source, np.random.default_rng(0).random((240, 20), np.float32))
     want = predict(seeded(Gated).first, source, grid={"H": 7})
     said(ON_DEVICES, 3, devices[0], source, out, status=-signal.SIGKILL)
-    assert noted(tmp_path, "y.npy", "none") == (0, 3) and not out.exists()
+    assert noted(tmp_path, "y.npy") == (0, 3) and not out.exists()
     said(ON_DEVICES, 0, devices[1], source, out)
     assert np.array_equal(np.load(out), want) and not [*tmp_path.glob("y.npy.*")]
 

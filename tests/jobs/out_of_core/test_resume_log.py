@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from distdl_rma.jobs.out_of_core import resume_log
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.segments.mailbox import Address, Message
 
@@ -45,15 +46,15 @@ def test_what_is_not_needed_any_more_is_removed(tmp_path):
     log = ResumeLog(tmp_path)
     for sender in range(4):
         keep(log, sender, sender + 1)
-    log.forget(3)
+    log.forget(0, 3)
     assert files(tmp_path) == ["0-2-3.messages", "0-3-4.messages"]
     again = ResumeLog(tmp_path)
     again.read(0, 3)
-    again.forget(4)
+    again.forget(0, 4)
     assert files(tmp_path) == []
     keep(again, 3, 4)
-    again.forget(5)
-    assert files(tmp_path) == []
+    again.clear()
+    assert files(tmp_path) == [] and again.has_all_for(4)
 
 
 def test_a_message_that_was_being_written_is_one_of_a_slab_that_is_computed_again(tmp_path):
@@ -79,3 +80,18 @@ def test_a_file_that_is_torn_or_damaged_is_an_error(tmp_path):
             if changed:
                 with pytest.raises((ValueError, TypeError)):
                     ResumeLog(tmp_path).read(0, 1)
+
+
+def test_a_slow_disk_leaves_receivers_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume_log, "_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(resume_log, "_SHARE", 0.0)
+    log = ResumeLog(tmp_path)
+    keep(log, 0, 1)
+    keep(log, 0, 3)
+    keep(log, 1, 2)
+    monkeypatch.setattr(resume_log, "_SHARE", 1e9)
+    keep(log, 2, 3)
+    keep(log, 3, 4)
+    # Slab 1 has its messages; but slab 3 lacks those of slab 0.
+    assert [log.has_all_for(slab) for slab in range(6)] == [True, False, False, False, True, True]
+    assert files(tmp_path) == ["0-0-1.messages", "0-3-4.messages"]
