@@ -236,7 +236,7 @@ class Bucket:
         place = (self._written or self._places())[0][slot.number]
         if gradient is not None:
             # Only a gradient in an offered place may already lie there.
-            if slot.offered and gradient.data_ptr() == place.data_ptr():
+            if slot.offered and gradient.is_set_to(place):
                 self.in_place_nbytes += slot.nbytes
             else:
                 place.copy_(gradient)
