@@ -183,9 +183,29 @@ class InterNodeCollectives(Callers):
             sends = [mine if at == reader else mine[:0] for at in range(self.size)]
             here = sizes if reader == self.me else [0] * self.size
             return self._exchange(sends, here, outs, max(sizes))
-        # Of one rank, as in a broadcast, a turn is as long as those of all ranks together.
-        filled = sum(map(bool, sizes))
-        most, ordered = TURN_BYTES // max(1, filled), [outs[at] for at in self._order]
+        filled = [at for at, size in enumerate(sizes) if size]
+        if len(filled) == 1:
+            return self._from_one(filled[0], mine, outs[filled[0]])
+        return self._from_all(sizes, mine, outs)
+
+    def _from_one(self, root: int, mine: Array, out: Array | None) -> Script:
+        # As a tree: to the first rank of each node, and from there to its ranks.
+        of_root = self._team_of(root)
+        here, place = of_root == self._team, self._teams[of_root].index(root)
+        data = mine if self.me == root or out is None else out
+
+        def stages(begin: int) -> Stages:
+            piece = data[begin : begin + TURN_BYTES]
+            yield self._from_place(place, piece, piece) if here else ()
+            yield () if self._across is None else self._across.broadcast(piece, of_root)
+            yield () if here else self._from_place(0, piece, piece)
+
+        yield from in_pieces(map(stages, range(0, data.size, TURN_BYTES)))
+        if out is not None and out is not data:
+            out[...] = data
+
+    def _from_all(self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None]) -> Script:
+        most, ordered = TURN_BYTES // self.size, [outs[at] for at in self._order]
 
         def stages(begin: int) -> Stages:
             counts, part = _window(sizes, begin, most), mine[begin : begin + most]
