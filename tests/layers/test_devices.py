@@ -19,7 +19,7 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.layers import staging
-from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.fake_device import NAME, counted, needs_fake_device
 
 pytestmark = [
     pytest.mark.mpi,
@@ -34,13 +34,6 @@ NORM = {
     "batch": {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d},
     "instance": {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d},
 }
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 class UNet(nn.Module):

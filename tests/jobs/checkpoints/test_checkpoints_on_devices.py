@@ -17,9 +17,8 @@ from distdl_rma import (
     shard,
 )
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers import staging
 from distdl_rma.layers.ops.set_up_transfer import gather_whole
-from tests.fake_device import NAME, counted, needs_fake_device, register, traffic
+from tests.fake_device import counted, needs_fake_device, traffic
 from tests.jobs.checkpoints.training import Job, same_folder
 
 pytestmark = [
@@ -27,13 +26,6 @@ pytestmark = [
     needs_fake_device,
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 @pytest.fixture

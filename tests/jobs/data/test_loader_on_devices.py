@@ -10,17 +10,10 @@ import torch
 
 from distdl_rma import ConfigurationError, ShardLoader, distribute
 from distdl_rma.layers import staging
-from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.fake_device import NAME, counted, needs_fake_device
 from tests.jobs.data.test_loader import made
 
 pytestmark = [pytest.mark.mpi, needs_fake_device]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 def bits(batch):

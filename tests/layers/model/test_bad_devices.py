@@ -23,8 +23,7 @@ from distdl_rma import (
     distribute,
     shard,
 )
-from distdl_rma.layers import staging
-from tests.fake_device import NAME, needs_fake_device, register, traffic
+from tests.fake_device import NAME, needs_fake_device, traffic
 from tests.jobs.data.test_loader import made
 from tests.layers.test_devices import on
 
@@ -42,13 +41,6 @@ class Conditional(nn.Module):
     def forward(self, x, by=None):
         y = self.first(x)
         return self.last(y if by is None else y + by[:, :, None, None])
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 @pytest.fixture

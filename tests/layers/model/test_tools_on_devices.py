@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ConfigurationError, compare, distribute, report
-from distdl_rma.layers import staging
-from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.fake_device import NAME, counted, needs_fake_device
 from tests.layers.test_devices import UNet, batch, on
 
 pytestmark = [
@@ -17,13 +16,6 @@ pytestmark = [
     needs_fake_device,
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -27,7 +27,7 @@ from distdl_rma.layers import (
     Repartition,
     staging,
 )
-from tests.fake_device import NAME, counted, needs_fake_device, register
+from tests.fake_device import NAME, counted, needs_fake_device
 from tests.layers.partitioned.core.test_layouts import outcome
 from tests.layers.partitioned.every_layer import EVERY_LAYER
 from tests.layers.partitioned.same_error import same_error
@@ -42,13 +42,6 @@ pytestmark = [
     # Of torch's own kernels on a device made of Python.
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
 ]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    # Copies without a wait for them are garbage.
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
-    return register()
 
 
 class OnDevice(Twins):
