@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-gains bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch clean
+.PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-gains bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch test-gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
@@ -133,6 +133,10 @@ test-seldom: $(STAMP)
 test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)
 	NEWER_TORCH=$(NEWER_TORCH) $(BIN)/python -m pytest tests/torch_backend/test_newer_torch.py
 	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/torch_backend
+
+# Two ranks share the card.
+test-gpu: $(STAMP)  ## tensors on devices, on a real GPU, where there is one
+	$(BIN)/python tests/run_mpi.py --ranks 2 -- tests/gpu
 
 # Fewer bytes between the hosts than this would mean that the ranks have found another way.
 test-hosts: export TEST_PART := two hosts, $(EMPTY)

@@ -94,7 +94,7 @@ def _rows(machine: Machine, folder: Path) -> Iterator[Row]:
 
 def _ahead(path: Path) -> Row:
     # Planes as images. On warm files with a core for each rank, a thread can only win what a read waits.
-    dataset = ShardDataset(path, grid=(COMM.size, 1), channels=False, flip="HW")
+    dataset = ShardDataset(path, grid=(COMM.size, 1), channels=False)
     weight = torch.ones(1, 1, 3, 3)
 
     def epoch(prefetch: int) -> None:

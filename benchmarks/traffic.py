@@ -62,12 +62,10 @@ def broadcast_traffic(layout: NodeLayout, root: int, nbytes: int) -> Traffic:
     leads = layout.me in layout.leaders(root)
     across = len(layout.nodes) > 1 and leads and nbytes > 0
     loads = not leads and nbytes > 0
-    pieces = number_of_pieces(nbytes, len(layout.nodes))
-    # From the root at once, from others as the pieces come.
     return Traffic(
-        gets=(1 if root in layout.here else pieces) * loads,
+        gets=int(loads),
         bytes_got=nbytes * loads,
-        collectives=pieces * across,
+        collectives=int(across),
         bytes_collective=nbytes * (across and layout.me == root),
         across=len(layout.nodes) if across else 1,
     )

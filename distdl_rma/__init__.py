@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from distdl_rma.layers.model.distribute import distribute as distribute
     from distdl_rma.layers.model.report import report as report
     from distdl_rma.layers.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
-    from distdl_rma.layers.partitioned.core.agreement import static_shapes as static_shapes
     from distdl_rma.layers.sources.opening import open_array as open_array
     from distdl_rma.layers.sources.reading import Sink as Sink
     from distdl_rma.layers.sources.reading import Source as Source
@@ -82,7 +81,6 @@ _NAMES = {
     "layers.model.distribute": "distribute",
     "layers.model.report": "report",
     "layers.ops.core.tensors": "zero_volume_tensor",
-    "layers.partitioned.core.agreement": "static_shapes",
     "layers.sources.opening": "open_array",
     "layers.sources.reading": "Sink Source",
     "layers.split": "SplitTensor",

@@ -20,7 +20,6 @@ from benchmarks.scaling.plans import (
     Sum,
     Vote,
     loss,
-    loss_layer,
     outcome,
     planned,
 )
@@ -73,7 +72,6 @@ def calls() -> dict[str, Callable[[Cluster, int], tuple[Communication, ...]]]:
         "batch norm, backward": lambda cluster, me: plan("BatchNorm", cluster, me).backward,
         "linear layer, rows of the input split": lambda _cluster, _me: (),
         "loss": lambda cluster, _me: (loss(),) * (cluster.size > 1),
-        "loss layer": lambda cluster, _me: (loss_layer(),) * (cluster.size > 1),
         "call of a layer, told to ranks that keep copies only": lambda _cluster, _me: (outcome(),),
         "gradients of a bucket of 1 MiB": lambda _cluster, _me: (Sum(GRADIENTS, 4),),
         "`AllGather` of 1 MiB": lambda cluster, me: (gathered(cluster, me),),

@@ -94,7 +94,6 @@ def train(chosen: argparse.Namespace) -> None:
             crop=(chosen.crop,) * 3,
             crops=chosen.steps,
             channels=False,
-            flip="DHW",
             seed=SEED,
         )
         loader = ShardLoader(data, batch=1, shuffle=True, prefetch=2)
@@ -106,6 +105,8 @@ def train(chosen: argparse.Namespace) -> None:
             step = checkpoints.restore(state)
             (folder / f"rank-{machine.rank}.pid").write_text(str(os.getpid()))
             for clean in loader:
+                # Alike on all ranks, whose generators have one seed, and restored by the checkpoint.
+                clean = clean.flip([d for d in (2, 3, 4) if torch.rand(()) < 0.5])
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(clean + NOISE * torch.randn_like(clean)), clean)
                 loss.backward()

@@ -23,6 +23,7 @@ from tests.run_mpi import MARKS_VARIABLE, day, end_all, marked_again
 
 if TYPE_CHECKING:
     import pytest_timeout
+    import torch
     from mpi4py import MPI
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
@@ -95,6 +96,16 @@ def P_world(comm: MPI.Intracomm) -> Partition:  # noqa: N802
     world = MPIPartition(comm)
     Machine.of(world).segments.waiter.timeout = 15
     return world
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device made of Python, on which copies that nobody has waited for are garbage."""
+    from distdl_rma.layers import staging
+    from tests.fake_device import NAME, register
+
+    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
+    return register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

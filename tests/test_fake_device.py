@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tests.fake_device import Event, counted, needs_fake_device, register
+from tests.fake_device import Event, Race, Stream, counted, needs_fake_device, register
 
 pytestmark = needs_fake_device
 
@@ -81,3 +82,54 @@ def test_an_asynchronous_copy_is_there_once_it_was_waited_for():
     host.zero_()
     with pytest.raises(RuntimeError, match="before its copy"):
         torch.fake.synchronize()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_that_does_not_wait_for_a_copy_of_another_stream_is_a_race(waits):
+    device, beside, host = register(), Stream(), torch.arange(4.0)
+    with torch.fake.stream(beside):
+        x = torch.empty(4, device=device)
+        x.copy_(host, non_blocking=True)
+    if waits:
+        torch.fake.current_stream().wait_stream(beside)
+        assert (x * 2).cpu().tolist() == [0, 2, 4, 6]
+        return
+    with pytest.raises(Race, match="mul"):
+        x * 2
+    # Who waits on the host may use it as well.
+    beside.synchronize()
+    assert x.cpu().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_that_does_not_wait_for_a_kernel_of_another_stream_is_a_race(waits):
+    x, beside, host = torch.arange(4.0).to(register()) + 1, Stream(), torch.zeros(4)
+    if waits:
+        beside.wait_stream(torch.fake.current_stream())
+    with torch.fake.stream(beside), nullcontext() if waits else pytest.raises(Race, match="copy"):
+        host.copy_(x, non_blocking=True)
+    if waits:
+        # The copy still reads.
+        with pytest.raises(Race, match="add"):
+            x.add_(1)
+        # An event from before the copy does not cover it.
+        early = Event()
+        early.synchronize()
+        assert host.tolist() != [1, 2, 3, 4]
+        beside.record_event().synchronize()
+        assert host.tolist() == [1, 2, 3, 4]
+        x.add_(1)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_that_is_freed_while_another_stream_uses_it_is_a_race(recorded):
+    device, beside, compute = register(), Stream(), torch.fake.current_stream()
+    with torch.fake.stream(beside):
+        x = torch.ones(4, device=device)
+    compute.wait_stream(beside)
+    y = x + 1
+    if recorded:
+        x.record_stream(compute)
+    del x
+    with nullcontext() if recorded else pytest.raises(Race, match="freed"):
+        y.cpu()

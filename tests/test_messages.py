@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from benchmarks.scaling.plans import Cluster, Staged, Vote, loss_layer, outcome
+from benchmarks.scaling.plans import Cluster, Staged, Vote, loss, outcome
 from distdl_rma import Machine, shard
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import (
@@ -105,9 +105,9 @@ def test_where_blocks_suffice_nothing_moves(comm):
 def test_what_few_know_of_a_call_is_counted_as_the_plans_say(comm):
     with Machine(comm, segment_size="16MiB", timeout=15) as machine:
         P_x, grid = machine.partition((comm.size,)), (comm.size,)
-        loss, x = DistributedKLDivLoss(P_x, "batchmean"), torch.ones(3)
-        _, moved = counted(machine, lambda: loss(x, x))
-        assert moved == expected(machine, grid, (loss_layer(),))
+        loss_of, x = DistributedKLDivLoss(P_x, "batchmean"), torch.ones(3)
+        _, moved = counted(machine, lambda: loss_of(x, x))
+        assert moved == expected(machine, grid, (Vote(), loss()))
         told = CallOutcome.among(machine, P_x.ranks[:1], P_x.ranks, "layer")
         _, moved = counted(machine, told.connect)
         assert moved == expected(machine, grid, (outcome(),))

@@ -19,7 +19,6 @@ from distdl_rma.geometry.gathering import FlatStages, steps
 from distdl_rma.layers.ops.norm import statistics
 from distdl_rma.layers.ops.norm.statistic_groups import PAIR
 from distdl_rma.layers.partitioned.core import refusals
-from distdl_rma.layers.partitioned.loss import base
 from distdl_rma.layers.sync.bucket import GradientSlot, bucketed
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 
@@ -232,11 +231,6 @@ def _bucket(slots: list[_Slot]) -> tuple[list[Layer], Sum]:
 def loss() -> Sum:
     """The sum of the loss over the ranks."""
     return Sum(1, FLOAT)
-
-
-def loss_layer() -> Sum:
-    """The sum of a loss layer, with what the ranks have to have alike."""
-    return Sum(base._TOTALS, DOUBLE)
 
 
 def outcome() -> Told:

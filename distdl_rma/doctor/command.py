@@ -77,7 +77,7 @@ class _Examination:
             return
         facts = self._gathered("send the facts", mine)
         self._job.ranks = [facts[rank] for rank in sorted(facts)]
-        # Where no processes know each other there is nothing to measure.
+        # Where no processes know each other there is nothing to try.
         ready = not self._job.failures and (self._size > 1 or self._launcher.ranks < 2)
         # Not loaded before MPI has started: it would start it.
         if ready and self._take("load distdl_rma", partial(import_module, f"{__package__}.measurements")):
@@ -173,15 +173,12 @@ class _Examination:
             self._job.failures.append(Failure(rank, self._step, f"nothing came within {self._timeout:g} s"))
 
     def _merge(self, jobs: dict[int, Job]) -> None:
-        # Of a measurement that several ranks made, the slowest counts: a job is as slow as its slowest rank.
         job = self._job
         for rank, other in sorted(jobs.items()):
             if rank == self._rank:
                 continue
             job.failures += other.failures
             job.transports |= other.transports
-            for name, value in other.measured.items():
-                job.measured[name] = max(value, job.measured.get(name, value))
             # Which rank saw the difference makes none.
             job.compared += [each for each in other.compared if not each.equal and each not in job.compared]
 

@@ -56,6 +56,31 @@ class Launcher:
 
 
 @dataclass(frozen=True)
+class Cards:
+    """GPUs that a rank sees, and which of them ``cuda:LOCAL_RANK`` is.
+
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``, their names on the node.
+    """
+
+    count: int = 0
+    local_rank: int = 0
+    visible: str = ""
+
+    @classmethod
+    def seen(cls, environment: Mapping[str, str], count: int) -> Cards:
+        """Those of ``count`` that CUDA shows, by the environment variables."""
+        local, visible = environment.get("LOCAL_RANK", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
+        return cls(count, int(local) if local.isdecimal() else 0, visible)
+
+    @property
+    def own(self) -> str:
+        """Name on the node of ``cuda:LOCAL_RANK``; empty if the rank sees no card of this number."""
+        if self.local_rank >= self.count:
+            return ""
+        return self.visible.split(",")[self.local_rank] if self.visible else str(self.local_rank)
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What a rank sees of its process and of its node.
 
@@ -75,6 +100,7 @@ class RankFacts:
     shm_total: int | None
     memory_limit: int | None
     ends_job: bool
+    cards: Cards = Cards()
 
 
 @dataclass(frozen=True)
@@ -101,15 +127,13 @@ class Job:
     """What is known of a job on its first rank; empty or 0 where it is not known.
 
     ``nodes`` are ranks by node. ``transports`` has for each rank a text with a letter for each peer: ``s``
-    shared memory of the node, ``r`` MPI's puts, ``-`` the rank itself. ``measured`` is in seconds, or
-    in bytes per second.
+    shared memory of the node, ``r`` MPI's puts, ``-`` the rank itself.
     """
 
     ranks: list[RankFacts] = field(default_factory=list)
     nodes: list[list[int]] = field(default_factory=list)
     segment_bytes: int = 0
     transports: dict[int, str] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -146,6 +170,7 @@ def rank_facts(launcher: Launcher) -> RankFacts:
         shm_total=None if shared is None else shared.total,
         memory_limit=memory_limit(),
         ends_job=any(word.removeprefix("-m") in ("mpi4py", "mpi4py.run") for word in sys.orig_argv),
+        cards=Cards.seen(os.environ, 0 if torch is None else torch.cuda.device_count()),
     )
 
 

@@ -157,6 +157,24 @@ def of_cores(job: Job) -> Iterator[Finding]:
             )
 
 
+def of_cards(job: Job) -> Iterator[Finding]:
+    """Ranks of a host with one card, and ranks without a card while others have one.
+
+    Two ranks on a card are no error: they compute in turn, and share its memory.
+    """
+    remedy = (
+        "set LOCAL_RANK for each rank to its number on the node, and have each see all cards of the node, or"
+        " show each rank one card and leave LOCAL_RANK out (docs/devices.md)"
+    )
+    for host, ranks in job.hosts.items() if any(facts.cards.count for facts in job.ranks) else ():
+        for card, alike in by_key(ranks, attrgetter("cards.own")).items():
+            those = f"{_named([facts.rank for facts in alike])} of {host}"
+            if not card:
+                yield _warning(f"no card for {those}: there is no cuda:LOCAL_RANK", remedy)
+            elif len(alike) > 1:
+                yield _warning(f"one card for {those}: cuda:LOCAL_RANK is card {card}", remedy)
+
+
 def of_nodes(job: Job) -> Iterator[Finding]:
     """Ranks of one host that share no memory, and no thread for what travels between nodes.
 
@@ -201,7 +219,9 @@ def of_convolution(job: Job) -> Iterator[Finding]:
             )
 
 
-_CHECKS = of_launcher, of_failures, of_versions, of_memory, of_cores, of_nodes, of_start, of_convolution
+_CHECKS = (
+    of_launcher, of_failures, of_versions, of_memory, of_cores, of_cards, of_nodes, of_start, of_convolution,
+)  # fmt: skip
 
 
 def _named(ranks: list[int]) -> str:

@@ -1,16 +1,13 @@
-"""Measurements between the ranks of a job, by the calls of the library; results go into a ``Job``.
+"""What the ranks of a job do together, by the calls of the library, and whether it is right.
 
-Each measurement also compares what arrived: a network that is fast and wrong is the worst finding. Between
-nodes one pair of ranks stands for all, since the examination should take seconds on any number of ranks.
+Results go into a ``Job``. Each step compares what arrived: a network that is wrong is the worst finding.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,15 +20,11 @@ from distdl_rma.layers.model.compare import compare
 from distdl_rma.layers.model.distribute import distribute
 from distdl_rma.segments.machine import Machine
 
-SMALL_NBYTES, LARGE_NBYTES = 8, 4 << 20
-_ALLREDUCES = {"allreduce_4KiB_seconds": 4 << 10, "allreduce_4MiB_seconds": 4 << 20}
-_WARM_UP, _REPEATS, _LARGE_REPEATS = 5, 50, 8
-# A segment has room for the vectors of an allreduce several times.
-_ROOM = 8
+_NBYTES = 64 << 10
 
 
 def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]], bool]) -> None:
-    """Make a machine and measure, up to the first step that fails; collective over all ranks.
+    """Make a machine and use it, up to the first step that fails; collective over all ranks.
 
     ``take`` is given the name of a step and a call, and returns whether the call has raised no error. Waits
     take ``timeout`` seconds at most.
@@ -49,12 +42,9 @@ def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]]
     if not take("make a machine", make):
         return
     (machine,) = machines
-    steps = [
-        (f"put {name.replace('_', ' ')}", partial(puts, job, machine, name, *pair))
-        for name, *pair in pairs(job.nodes)
-    ]
+    steps: list[tuple[str, Callable[[], object]]] = []
     if machine.size > 1:
-        steps.append(("allreduce", partial(allreduces, job, machine)))
+        steps.append((f"put {'between nodes' if len(job.nodes) > 1 else 'on a node'}", partial(put, machine)))
     steps.append(("convolve a split image", partial(convolution, job, machine)))
     steps.append(("close the machine", partial(machine.close)))
     for step, call in steps:
@@ -65,66 +55,21 @@ def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]]
             return
 
 
-def pairs(nodes: list[list[int]]) -> Iterator[tuple[str, int, int]]:
-    """A pair of ranks on one node, and a pair on two nodes, where there are such pairs, with their names."""
-    for node in [node for node in nodes if len(node) > 1][:1]:
-        yield "on_node", node[0], node[1]
-    if len(nodes) > 1:
-        yield "between_nodes", nodes[0][0], nodes[1][0]
-
-
-def puts(job: Job, machine: Machine, name: str, first: int, second: int) -> None:
-    """Latency of a small put and bandwidth of a large one, on the first of two ranks; nothing elsewhere.
-
-    Clocks of two ranks cannot be compared, so the first rank measures there and back. Small puts go both
-    ways, and half of the time is the latency; a large one comes back as a small one, which hardly counts.
-    """
-    if machine.rank not in (first, second):
-        return
-    peer = second if machine.rank == first else first
-    large = LARGE_NBYTES if _has_room(machine, LARGE_NBYTES) else SMALL_NBYTES
-    buffer = machine.segments.get_segment_buffer(large, notifications=1, owner="doctor")
-    remote = buffer.exchange((peer,), label=f"doctor ({name})")[peer]
-    sent = np.resize(np.arange(256, dtype=np.uint8), large)
-
-    def there_and_back(data: np.ndarray, back: np.ndarray) -> None:
-        if machine.rank == first:
-            remote.put_notify(data, 0)
-            buffer.notify_wait(0)
-        else:
-            buffer.notify_wait(0)
-            remote.put_notify(back, 0)
-
-    small = sent[:SMALL_NBYTES]
-    found = {f"put_latency_{name}_seconds": _seconds(lambda: there_and_back(small, small), _REPEATS) / 2}
-    if large > SMALL_NBYTES:
-        took = _seconds(lambda: there_and_back(sent, small), _LARGE_REPEATS)
-        found[f"put_bandwidth_{name}_bytes_per_second"] = large / took
-    arrived = sent if machine.rank == second else small
-    if not np.array_equal(buffer.array[: arrived.size], arrived):
+def put(machine: Machine) -> None:
+    """A put with a notification to the next rank, on a node or another one; collective."""
+    at, size = machine.ranks.index(machine.rank), machine.size
+    before, after = (machine.ranks[(at + step) % size] for step in (-1, 1))
+    buffer = machine.segments.get_segment_buffer(_NBYTES, notifications=1, owner="doctor")
+    remote = buffer.exchange({before, after}, label="doctor (put)")[after]
+    sent = np.resize(np.arange(256, dtype=np.uint8), _NBYTES)
+    remote.put_notify(sent, 0)
+    buffer.notify_wait(0)
+    if not np.array_equal(buffer.array[:_NBYTES], sent):
         raise MismatchError(
-            f"a put of {arrived.size} bytes from rank {peer} to rank {machine.rank} has changed the data"
+            f"a put of {_NBYTES} bytes from rank {before} to rank {machine.rank} has changed the data"
         )
     remote.flush()
     buffer.free()
-    if machine.rank == first:
-        job.measured |= found
-
-
-def allreduces(job: Job, machine: Machine) -> None:
-    """Seconds of allreduces over all ranks, of the sizes that the segment has room for; collective."""
-    everyone = machine.group(name="doctor")
-    for name, nbytes in _ALLREDUCES.items():
-        if not _has_room(machine, nbytes):
-            continue
-        count = nbytes // 4
-        total = everyone.allreduce(count, np.float32, name=f"doctor ({name})")
-        ones = np.ones(count, np.float32)
-        job.measured[name] = _seconds(partial(total, ones), _LARGE_REPEATS)
-        if not (total.result == machine.size).all():
-            raise MismatchError(f"an allreduce of {nbytes} bytes has a wrong result on rank {machine.rank}")
-        total.close()
-    everyone.close()
 
 
 def convolution(job: Job, machine: Machine) -> None:
@@ -147,18 +92,3 @@ def convolution(job: Job, machine: Machine) -> None:
         for each in differences
         if each.what in ("gradient", *names)
     ]
-
-
-def _has_room(machine: Machine, nbytes: int) -> bool:
-    return machine.segments.stats().reserved >= _ROOM * nbytes
-
-
-def _seconds(call: Callable[[], object], repeats: int) -> float:
-    for _ in range(_WARM_UP):
-        call()
-    took = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - begin)
-    return median(took)

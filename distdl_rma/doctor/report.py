@@ -19,18 +19,10 @@ _UNKNOWN = "-"
 _SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
 # A matrix of more ranks is not read.
 _MATRIX_RANKS = 16
-_MEASURED = {
-    "put_latency_on_node_seconds": "put of 8 bytes and notification, on a node",
-    "put_bandwidth_on_node_bytes_per_second": "put of 4 MiB, on a node",
-    "put_latency_between_nodes_seconds": "put of 8 bytes and notification, between nodes",
-    "put_bandwidth_between_nodes_bytes_per_second": "put of 4 MiB, between nodes",
-    "allreduce_4KiB_seconds": "allreduce of 4 KiB, all ranks",
-    "allreduce_4MiB_seconds": "allreduce of 4 MiB, all ranks",
-}
 
 
 def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
-    """Facts, measurements and findings under the keys that ``docs/clusters.md`` lists.
+    """Facts and findings under the keys that ``docs/clusters.md`` lists.
 
     All keys are there in any case, with empty values where a step failed, so that programs need no special
     cases. Versions and thread level are those of the first rank: where ranks differ, a finding says so.
@@ -45,8 +37,8 @@ def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
         "nodes": job.nodes,
         "segment_bytes": job.segment_bytes,
         "hosts": [*_rows(job)],
+        "cards": [{"rank": facts.rank, **asdict(facts.cards), "own": facts.cards.own} for facts in job.ranks],
         "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
-        "measured": job.measured,
         "convolution": [asdict(each) for each in job.compared],
         "findings": [asdict(finding) for finding in found],
     }
@@ -56,13 +48,12 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
     """The report that a person reads."""
     facts = as_json(job, found)
     head = f"{counted(facts['size'], 'rank')} on {counted(len(facts['nodes']) or len(job.hosts), 'node')}"
-    measured = [name for name in _MEASURED if name in job.measured]
     parts = {
         "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
         "versions": in_columns([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
         "nodes": _hosts(facts),
+        "cards": _cards(facts["cards"]),
         "transports": [*_transports(facts["transports"])],
-        "measured": in_columns([(_MEASURED[name], _quantity(name, job.measured[name])) for name in measured]),
         "split convolution against torch's on the whole input": in_columns(
             [
                 (x.name, "equal to rounding" if x.equal else f"differs by {x.error:.1e} of {x.scale:.1e}")
@@ -103,6 +94,13 @@ def _hosts(facts: dict[str, Any]) -> list[str]:
     return in_columns(rows)
 
 
+def _cards(cards: Sequence[dict[str, Any]]) -> list[str]:
+    # A row for each rank; nothing for a job without cards.
+    heads = ("rank", "sees", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "card")
+    rows = [[str(value) or _UNKNOWN for value in card.values()] for card in cards]
+    return in_columns([heads, *rows]) if any(card["count"] for card in cards) else []
+
+
 def _transports(letters: Sequence[str]) -> Iterator[str]:
     # How each rank reaches each other one: as a matrix, or as counts if nobody would read the matrix.
     if len(letters) < 2 or set("".join(letters)) == {"?"}:
@@ -117,9 +115,3 @@ def _transports(letters: Sequence[str]) -> Iterator[str]:
         [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
     )
     yield "s: shared memory of the node, r: puts of MPI between nodes"
-
-
-def _quantity(name: str, value: float) -> str:
-    if name.endswith("bytes_per_second"):
-        return f"{value / 1e9:.3g} GB/s"
-    return f"{value * 1e6:.3g} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"

@@ -31,7 +31,7 @@ from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.manager import SegmentManager, SegmentStats
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue
-from distdl_rma.segments.memory.remote_buffer import RemoteArray, RemoteBuffer
+from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 
 __all__ = [
     "Allgather",
@@ -40,7 +40,6 @@ __all__ = [
     "Channel",
     "Group",
     "Queue",
-    "RemoteArray",
     "RemoteBuffer",
     "SegmentBuffer",
     "SegmentManager",

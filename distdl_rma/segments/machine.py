@@ -124,7 +124,8 @@ class Machine(SharedByCopies):
         M: rank ids, that is ranks of ``comm``, unique, in any order; all of ``comm`` if None.
     segment_size
         Bytes of segment on each rank, a number or text such as ``"2GiB"``. None: the value of
-        ``DISTDL_RMA_SEGMENT_SIZE``, or else a default that depends on the node's free shared memory.
+        ``DISTDL_RMA_SEGMENT_SIZE``, or else a default that depends on the node's free shared memory. The
+        kernel provides the memory at its first use; if the node has none left by then, SIGBUS ends the job.
     timeout
         Default timeout of waits, in seconds. None: ``DISTDL_RMA_TIMEOUT``, or else 300.
     transport
@@ -132,9 +133,6 @@ class Machine(SharedByCopies):
     progress
         ``"thread"``: a thread moves data while this rank computes. ``"none"``: data to and from other nodes
         moves only within calls of the library. None: a thread if the machine spans nodes.
-    reserve
-        Whether to allocate all segment memory now, which takes as long as writing it. Otherwise it is
-        allocated at its first use; if the node's shared memory is full by then, SIGBUS ends the process.
 
     Raises
     ------
@@ -168,7 +166,6 @@ class Machine(SharedByCopies):
         timeout: float | None = None,
         transport: str = "auto",
         progress: str | None = None,
-        reserve: bool = False,
     ) -> None:
         base = world(comm)
         refuse_fork(base)
@@ -193,9 +190,7 @@ class Machine(SharedByCopies):
             seconds = chosen_timeout(timeout)
         comm = meet(base, self.ranks, seconds)
         try:
-            self.segments = SegmentManager(
-                comm, self.ranks, segment_size, timeout, transport, progress, reserve=reserve
-            )
+            self.segments = SegmentManager(comm, self.ranks, segment_size, timeout, transport, progress)
         finally:
             # The manager has its own duplicate.
             comm.Free()

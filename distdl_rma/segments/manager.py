@@ -149,8 +149,8 @@ class SegmentManager(SegmentContext, Uncopyable):
 
     ``comm`` is a communicator of the machine, which the manager duplicates. ``ranks`` are the rank ids by
     position, by default the positions. ``nbytes`` is the segment size per rank, a number or text with a unit;
-    it and ``timeout``, ``transport``, ``progress`` and ``reserve`` are those of :class:`Machine`. In tests,
-    ``node_size`` consecutive ranks of a node count as a node of their own.
+    it and ``timeout``, ``transport`` and ``progress`` are those of :class:`Machine`. In tests, ``node_size``
+    consecutive ranks of a node count as a node of their own.
 
     Examples
     --------
@@ -169,14 +169,13 @@ class SegmentManager(SegmentContext, Uncopyable):
         transport: str = "auto",
         progress: str | None = None,
         node_size: int | None = None,
-        reserve: bool = False,
     ) -> None:
         comm = world(comm)
         refuse_fork(comm)
         rank_ids = tuple(range(comm.size)) if ranks is None else tuple(ranks)
         if len(set(rank_ids)) != comm.size or len(rank_ids) != comm.size:
             raise PartitionError(f"one rank id for each of {comm.size} ranks is needed, got {rank_ids}")
-        options = SegmentOptions(nbytes, timeout, transport, progress, node_size, reserve)
+        options = SegmentOptions(nbytes, timeout, transport, progress, node_size)
         counters = Counters()
         # On a duplicate, messages of the library never match messages of the caller.
         comm = comm.Dup()

@@ -34,7 +34,6 @@ class SegmentOptions:
     transport: str = "auto"
     progress: str | None = None
     node_size: int | None = None
-    reserve: bool = False
 
     def check(self) -> None:
         """Raise ``ConfigurationError`` if an option is invalid; ``size`` checks the size."""
@@ -42,8 +41,6 @@ class SegmentOptions:
             raise ConfigurationError(f"transport is one of {_TRANSPORTS}, got {self.transport!r}")
         chosen_timeout(self.timeout)
         chosen_progress(self.progress, has_remote=False)
-        if not isinstance(self.reserve, bool):
-            raise ConfigurationError(f"reserve is True or False, got {self.reserve!r}")
 
     def size(self) -> int | None:
         """Segment size in bytes, from the argument or else the environment; None if neither gives one."""

@@ -3,7 +3,7 @@
 torch's ranks usually learn of each other by an address and a port in the environment. MPI's ranks know each
 other already, so ``init_process_group("rma")`` needs neither::
 
-    rendezvous   torch asks for a store, rank and size      of MPI; the store is a file or a port of rank 0
+    rendezvous   torch asks for a store, rank and size      of MPI; the store is a port of rank 0
     create       torch asks for a group of some ranks       on the machine of all ranks of the job
 
 torch needs the store for things of its own, such as numbers of sub-groups; this backend does not use it.
@@ -23,16 +23,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
-from torch.distributed import is_initialized
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from distdl_rma.errors import ConfigurationError, UnsupportedError
 from distdl_rma.segments.consensus import gather_words
 from distdl_rma.segments.machine import Machine, launched
-from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.virtual_ranks.comm import virtual_rank
-from distdl_rma.segments.waiting.header import namespace
 from distdl_rma.torch_backend.group import RmaProcessGroup
 
 _HOW = (
@@ -42,14 +39,12 @@ _HOW = (
 # Of Linux: the address of a network's interface.
 _ASK_ADDRESS = 0x8915
 _ANSWER_SECONDS = 3.0
+_THIS_HOST = "127.0.0.1"
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 # Machines of groups of some ranks, where there is none of all; kept for the next group of these.
 _machines: dict[tuple[int, ...], Machine] = {}
-# Open files of the last groups of all ranks.
-_rendezvous: list[int] = []
-_TURNS = 2
 
 
 def create(options: Any) -> RmaProcessGroup:
@@ -113,58 +108,23 @@ def rendezvous(
 def _store(timeout: timedelta) -> Store:
     """Store of torch that all ranks reach; collective over them.
 
-    On one node it is a file: that needs no network and no host name, which containers may not have. Between
-    nodes, and where a rank cannot open that file, rank 0 listens, and each rank takes the first of its
-    addresses that answers: a host may have a network that others do not reach.
+    Rank 0 listens, and each rank takes the first of its addresses that answers: a host may have a network
+    that others do not reach. On one node this is the address of the host itself, which needs no network and
+    no host name: containers may not have these.
     """
     segments = Machine.on().segments
     rank, size = launched()
-    shared = _shared_file(segments, rank) if len(segments.segment.nodes) == 1 else None
-    if shared is not None:
-        file = FileStore(f"/proc/self/fd/{_keep_open(shared)}", size)
-        file.set_timeout(timeout)
-        return file
     store, words = None, None
     if rank == 0:
-        store = TCPStore("localhost", 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        words = [store.port, _addresses()]
+        store = TCPStore(_THIS_HOST, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        near = [_THIS_HOST] if len(segments.segment.nodes) == 1 else []
+        words = [store.port, near + _addresses()]
     port, addresses = gather_words(segments, words, "rendezvous of torch")[0]
     if store is not None:
         return store
     return TCPStore(
         _reached(addresses, port), port, size, is_master=False, timeout=timeout, wait_for_workers=False
     )
-
-
-def _shared_file(segments: SegmentManager, rank: int) -> int | None:
-    # A file without a name: it ends with the processes, however these end. Other ranks open it in the table
-    # of rank 0's open files. None on all ranks if one of them cannot.
-    made = None
-    with suppress(OSError, AttributeError):
-        made = os.memfd_create("distdl_rma rendezvous") if rank == 0 else None
-    facts = gather_words(segments, [namespace(), os.getpid(), made], "rendezvous of torch")
-    _, process, number = facts[0]
-    spaces = {each[0] for each in facts.values()}
-    # Process numbers are valid on all ranks if all are in one namespace.
-    if rank and number is not None and len(spaces) == 1 and 0 not in spaces:
-        with suppress(OSError):
-            made = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    everywhere = all(gather_words(segments, made is not None, "rendezvous of torch (file)").values())
-    if made is not None and not everywhere:
-        os.close(made)
-    return made if everywhere else None
-
-
-def _keep_open(file: int) -> int:
-    # torch opens the file several times, the last time when a store is deleted, perhaps after its group. Two
-    # file numbers take turns, so that no other file has one of them then; stores beside a group keep theirs.
-    if is_initialized():
-        return file
-    _rendezvous.append(file)
-    if len(_rendezvous) > _TURNS:
-        _rendezvous[-1] = os.dup2(file, _rendezvous.pop(0), inheritable=False)
-        os.close(file)
-    return _rendezvous[-1]
 
 
 def _addresses() -> list[str]:

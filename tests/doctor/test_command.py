@@ -26,12 +26,12 @@ LATE = """
 import sys, time
 from distdl_rma.doctor import command, measurements
 from mpi4py import MPI
-carried_out = measurements.allreduces
-def allreduces(*arguments):
+carried_out = measurements.put
+def put(*arguments):
     if MPI.COMM_WORLD.rank == {rank}:
         time.sleep(100)
     carried_out(*arguments)
-measurements.allreduces, command._GRACE_SECONDS = allreduces, 1
+measurements.put, command._GRACE_SECONDS = put, 1
 sys.exit(command.doctor(None, 2.0))
 """
 
@@ -77,7 +77,7 @@ def test_the_output_of_a_job_that_works_is_that_of_the_file(of_two):
 def test_the_documented_keys_are_those_of_the_json(of_two):
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)?) \|", section(), re.MULTILINE)
     assert sorted(of_two[1]) == sorted(name for row in rows for name in re.findall(r"\w+", row))
-    for row in (*of_two[1]["hosts"], *of_two[1]["convolution"], of_two[1]["measured"]):
+    for row in (*of_two[1]["hosts"], *of_two[1]["convolution"]):
         for name in row:
             assert f"`{name}`" in section()
 
@@ -89,7 +89,6 @@ def check(found, ranks):
     assert [row["ranks"] for row in found["hosts"]] == [list(range(ranks))]
     for rank, letters in enumerate(found["transports"]):
         assert letters == "s" * rank + "-" + "s" * (ranks - 1 - rank)
-    assert len(found["measured"]) == 4 and all(value > 0 for value in found["measured"].values())
     assert len(found["convolution"]) == 4 and all(each["equal"] for each in found["convolution"])
     assert all(finding["level"] == "warning" for finding in found["findings"])
 
@@ -155,7 +154,7 @@ def test_a_small_container_is_an_error_with_the_remedy():
 
 @pytest.mark.parametrize(
     ("rank", "text"),
-    [(0, "rank 0 could not allreduce: TimeoutError"), (1, "rank 1 could not send the results")],
+    [(0, "rank 0 could not put on a node: TimeoutError"), (1, "rank 1 could not send the results")],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
     done = completed(

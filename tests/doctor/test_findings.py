@@ -6,7 +6,7 @@ import pytest
 
 from distdl_rma.doctor.facts import OPEN_MPI, SLURM, Compared, Failure, Launcher
 from distdl_rma.doctor.findings import findings
-from tests.doctor.cases import GIB, VERSIONS, job, rank
+from tests.doctor.cases import GIB, VERSIONS, job, rank, with_cards
 
 WITHOUT = (
     "python runs without -m mpi4py, so that an exception on one rank may leave the others waiting in MPI"
@@ -77,6 +77,20 @@ FOUND = {
         but(job(thread_level="serialized"), 1, {"host": "node2"}, nodes=[[0], [1]]), "warning",
         "the thread level of MPI is 'serialized': data travels between nodes only while ranks wait for it",
         "MPI_THREAD_MULTIPLE"),
+    "two ranks on a card": (
+        with_cards(({}, 2), ({}, 2)), "warning",
+        "one card for ranks 0-1 of node1: cuda:LOCAL_RANK is card 0", "set LOCAL_RANK"),
+    "two ranks on a card by its name": (
+        with_cards(({"CUDA_VISIBLE_DEVICES": "3,1"}, 2),
+                   ({"CUDA_VISIBLE_DEVICES": "1,3", "LOCAL_RANK": "1"}, 2)),
+        "warning", "one card for ranks 0-1 of node1: cuda:LOCAL_RANK is card 3", "show each rank one card"),
+    "a rank without a card": (
+        with_cards(({}, 1), ({"CUDA_VISIBLE_DEVICES": ""}, 0)), "warning",
+        "no card for rank 1 of node1: there is no cuda:LOCAL_RANK", "see all cards"),
+    "a rank that sees too few cards": (
+        with_cards(({"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "0"}, 1),
+                   ({"CUDA_VISIBLE_DEVICES": "1", "LOCAL_RANK": "1"}, 1)), "warning",
+        "no card for rank 1 of node1: there is no cuda:LOCAL_RANK", "leave LOCAL_RANK out"),
     "no common memory": (
         but(job(3), nodes=[[0, 1], [2]]), "warning", "the ranks of node1 do not share memory: 0-1 | 2",
         "--ipc=host"),
@@ -95,7 +109,12 @@ def test_a_fault_is_one_finding_with_a_remedy(name):
     assert [finding.level, finding.text] == expected and remedy in finding.remedy
 
 
-@pytest.mark.parametrize("job", [job(), job(thread_level="serialized")], ids=["usual", "on one node"])
+CARDS = with_cards(({"LOCAL_RANK": "0"}, 2), ({"CUDA_VISIBLE_DEVICES": "1"}, 1))
+
+
+@pytest.mark.parametrize(
+    "job", [job(), job(thread_level="serialized"), CARDS], ids=["usual", "on one node", "a card each"]
+)
 def test_a_job_without_fault_has_no_finding(job):
     assert findings(job) == []
 

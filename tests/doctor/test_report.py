@@ -3,7 +3,7 @@
 from distdl_rma.doctor.facts import Job
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.doctor.report import as_json, as_text
-from tests.doctor.cases import job, rank
+from tests.doctor.cases import job, rank, with_cards
 
 
 def lines(job, title):
@@ -36,17 +36,12 @@ def test_transports_are_a_matrix_of_few_ranks_and_numbers_of_many():
     ]
 
 
-def test_quantities_have_three_digits_and_a_unit():
-    measured = job()
-    measured.measured = {
-        "put_latency_on_node_seconds": 1.2345e-6,
-        "put_bandwidth_on_node_bytes_per_second": 9.8765e9,
-        "allreduce_4MiB_seconds": 1.2345e-2,
-    }
-    assert [line.split("  ")[-1].strip() for line in lines(measured, "measured")] == [
-        "1.23 us",
-        "9.88 GB/s",
-        "12.3 ms",
+def test_cards_are_a_row_for_each_rank_and_nothing_without_them():
+    assert "cards" not in as_text(job(), []) and as_json(job(), [])["cards"][1]["count"] == 0
+    cards = with_cards(({"CUDA_VISIBLE_DEVICES": "5,6"}, 2), ({"LOCAL_RANK": "2"}, 1))
+    assert [line.split() for line in lines(cards, "cards")[1:]] == [
+        ["0", "2", "0", "5,6", "5"],
+        ["1", "1", "2", "-", "-"],
     ]
 
 

@@ -19,10 +19,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from mpi4py import MPI
 
 from distdl_rma import MPIPartition, Partition
-from tests.fuzz import layers
+from tests.fake_device import NAME, register
+from tests.fuzz import layers, twins
 
 # Those of layers, which are in one file, and the others by their files.
 FILES = {path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - {"layers"}
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--coverage", action="store_true", help="which functions were in no program, or not how"
     )
+    parser.add_argument("--device", help="where layers compute: fake, or one of torch's")
     options = parser.parse_args()
     unknown = set(options.families) - set(FAMILIES)
     if unknown:
@@ -52,6 +55,8 @@ def main() -> None:
     # That of one rank counts: the others may see midnight first.
     first = MPI.COMM_WORLD.bcast(today * SEEDS_PER_DAY if options.first is None else options.first)
     warnings.simplefilter("ignore")
+    if options.device is not None:
+        twins.PLACE = register() if options.device == NAME else torch.device(options.device)
     findings = 0
     for family in options.families or FAMILIES:
         of_layers = family in layers.FAMILIES

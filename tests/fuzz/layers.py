@@ -314,9 +314,7 @@ def normalisation(rng, P_world):
 LINEAR = {
     "Linear": None,
     "LinearAllGather": "P_x",
-    "LinearAllGatherZero": "P_x",
     "LinearReduceScatter": "P_y",
-    "LinearReduceScatterZero": "P_y",
 }
 
 
@@ -330,8 +328,7 @@ def linear(rng, P_world):
         grids.append(random_partition(rng, P_world, 3 if dims > 1 and rng.random() < 0.5 else 2))
     else:
         named[other] = rng.choice([None, random_partition(rng, P_world, dims)])
-    if not kind.endswith("Zero"):
-        named["weights"] = rng.choice(["replicated", "root"])
+    named["weights"] = rng.choice(["replicated", "root"])
     sizes = {"in_features": rng.randint(1, 9), "out_features": rng.randint(1, 9)}
     arguments = sizes | {"bias": rng.random() < 0.7, "dtype": torch.float64}
     layer, twin = twins(rng, kind, grids, arguments, named, "Linear")

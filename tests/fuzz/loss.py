@@ -3,7 +3,6 @@
 import random
 import warnings
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ class Case:
     reduction: str
     arguments: dict = field(default_factory=dict)
     blocks: Decomposition | None = None
-    ragged: list[tuple[int, ...]] = field(default_factory=list)
     input: torch.Tensor = None
     target: torch.Tensor = None
 
@@ -44,10 +42,6 @@ class Case:
         """This rank's part of a global tensor, which may lack the dimension of classes."""
         if not self.P_x.active:
             return tensor.new_empty(0)
-        if self.ragged:
-            start = sum(prod(shape) for shape in self.ragged[: self.P_x.rank])
-            shape = self.ragged[self.P_x.rank]
-            return tensor[start : start + prod(shape)].reshape(shape).detach().clone()
         slices = list(self.blocks.slices())
         if tensor.dim() < len(slices):
             del slices[self.classes]
@@ -57,19 +51,12 @@ class Case:
 def random_case(rng: random.Random, P_world: Partition) -> Case:
     """A loss with legal arguments on a partition of some of the ranks, in some order."""
     case = Case(rng.choice(KINDS), random_partition(rng, P_world, rng.randint(1, 4)), "mean")
-    reductions = ["mean", "mean", "sum"] + ["none"] * (not case.splits_classes)
-    case.reduction = rng.choice(reductions + ["batchmean"] * (case.kind == "KLDivLoss"))
+    case.reduction = rng.choice(["mean", "mean", "sum", "none"] + ["batchmean"] * (case.kind == "KLDivLoss"))
     weighted = case.kind.startswith("BCE") and rng.random() < 0.6
     shape = [0 if rng.random() < 0.05 else rng.randint(1, 7) for _ in case.P_x.shape]
     if case.kind in CLASSES:
         shape[case.classes] = rng.randint(2, 7)
-    elif not weighted and case.reduction != "batchmean" and rng.random() < 0.2:
-        case.ragged = [tuple(rng.randint(0, 3) for _ in shape) for _ in case.P_x.ranks]
-        shape = [sum(map(prod, case.ragged))]
-    if not case.ragged:
-        # Weights of elements are cut evenly.
-        balanced = Decomposition.balanced(case.P_x, shape)
-        case.blocks = balanced if weighted else random_blocks(rng, case.P_x, shape)
+    case.blocks = random_blocks(rng, case.P_x, shape)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     fill = fill_classes if case.kind in CLASSES else fill_elements
     fill(case, rng, tuple(shape), generator, weighted)
@@ -160,6 +147,7 @@ def run(P_world, seed):
     case, generator = random_case(rng, P_world), torch.Generator().manual_seed(seed)
     P_x = case.P_x
     whole, factor = case.reduction != "none", rng.choice([1.0, -3.0])
+    # Sums over classes have no second derivatives across ranks, and weights of classes none in a mean.
     twice = rng.random() < 0.4 and not case.splits_classes
     differentiable = case.target.is_floating_point() and case.kind not in ("BCELoss", "NLLLoss")
     target_too = (differentiable or case.target.is_complex()) and rng.random() < 0.5
@@ -201,7 +189,7 @@ def refused(loss, rng, case, input, target):
         (input.detach().real.long(), target),
         (input, target.new_zeros((*target.shape, 2))),
     ]
-    if case.P_x.size > 1 or case.kind in ELEMENTWISE:
+    if case.P_x.size > 1:
         broken.append((input.real.float(), target))
     one, choice = rng.choice(case.P_x.ranks), rng.choice(broken)
     if not loss.P_x.active:

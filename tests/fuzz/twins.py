@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from distdl_rma import DistdlError, GradientSync, Partition, layers, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
@@ -16,6 +17,8 @@ from tests.layers.partitioned.random_shards import cut, random_blocks
 from tests.layers.partitioned.sequential import agree
 from tests.layers.partitioned.twins import compare_state
 
+# Where layers compute; what is compared with torch's is on the host.
+PLACE = torch.device("cpu")
 # What torch raises for inputs that it does not take.
 TORCH_REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError)
 
@@ -87,6 +90,7 @@ def run(
     ``draw`` gives a global input, ``options`` functions of an input that give further arguments of a call.
     """
     learns = any(parameter.requires_grad for parameter in pair.twin.parameters())
+    pair.layer.to(PLACE)
     sync = GradientSync(pair.layer, P_world) if learns and rng.random() < 0.2 else None
     trains = isinstance(pair.twin, nn.modules.batchnorm._NormBase)
     try:
@@ -96,7 +100,7 @@ def run(
             mode = not trains or rng.random() < 0.7
             pair.layer.train(mode), pair.twin.train(mode)
             step(rng, pair, [draw()] * rng.choice([1, 1, 2]), options)
-            compare_state(pair.layer, pair.twin)
+            compare_state(pair.layer, pair.twin, lambda mine, *expected: agree(mine.cpu(), *expected))
     except BaseException as error:
         error.add_note(f"{pair.layer} of torch's {pair.twin}, from {pair.P_x} to {pair.P_y}")
         raise
@@ -122,7 +126,8 @@ def step(rng: random.Random, pair: Pair, xs: Sequence[Tensor], options: dict[str
         state = {key: value.clone() for key, value in layer.state_dict().items()}
         with torch.set_grad_enabled(learning):
             expected = attempt(lambda x=x, more=more: pair.reference(x, **more), TORCH_REFUSALS)
-            out = attempt(lambda local=local, more=more: layer(local, **more), DistdlError)
+            out = attempt(lambda local=local, more=more: layer(local.to(PLACE), **more), DistdlError)
+            out = tree_map(lambda y: y if y is None else y.cpu(), out)
         if expected is None or out is None:
             assert expected is None or pair.refuses_more, "torch computes it"
             assert out is None or pair.refuses_less or me not in layer.agreeing(), "torch refuses it"

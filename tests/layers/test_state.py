@@ -15,7 +15,7 @@ DTYPE = {"dtype": torch.float64}
 
 
 # Whose weights are cut, or on one rank; the last one is on some ranks only.
-INITIALISED = ["conv", "root", "transposed general", "linear", "LinearAllGatherZero", "embedding root"]
+INITIALISED = ["conv", "root", "transposed general", "linear", "LinearReduceScatter", "embedding root"]
 INITIALISED += ["batch norm of channels", "layer norm of a number", "linear"]
 
 

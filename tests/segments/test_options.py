@@ -74,7 +74,6 @@ def test_the_engine_is_chosen_by_name_or_by_whether_peers_are_far():
             for each in (-1, "soon", float("nan"), [1])
         ),
         ({"progress": "fibre"}, "progress is one of"),
-        ({"reserve": 1}, "reserve is True or False, got 1"),
     ],
 )
 def test_options_are_checked_together(wrong, what):

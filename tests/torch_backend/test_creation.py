@@ -1,6 +1,5 @@
 """How groups are made, how they end, and what users see when that goes wrong."""
 
-import os
 import sys
 
 import pytest
@@ -35,6 +34,9 @@ def test_groups_need_no_address_and_can_be_made_again(comm):
         dist.init_process_group(backend)
         assert (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
         assert dist.get_backend() == backend
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"of {comm.rank}", str(comm.rank))
+        assert [int(store.get(f"of {rank}")) for rank in range(comm.size)] == [*range(comm.size)]
         pairs = [dist.new_group([rank, (rank + 1) % comm.size]) for rank in range(comm.size) if comm.size > 1]
         for first, pair in enumerate(pairs):
             if comm.rank in (first, (first + 1) % comm.size):
@@ -44,19 +46,6 @@ def test_groups_need_no_address_and_can_be_made_again(comm):
         dist.barrier()
         dist.destroy_process_group()
     assert not Machine.on().closed
-
-
-@pytest.mark.mpi
-@pytest.mark.sizes(3)
-def test_ranks_without_a_file_in_memory_meet_at_a_port(comm, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    dist.init_process_group("rma")
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"of {comm.rank}", str(comm.rank))
-    assert [int(store.get(f"of {rank}")) for rank in range(comm.size)] == [*range(comm.size)]
-    # Rank 0 listens.
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.mpi(min_size=3)

@@ -35,12 +35,12 @@ from typing import Any
 import torch
 
 from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
-from distdl_rma.jobs.checkpoints.behind_writer import BehindWriter
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.items import MODULUS, Item, Kind, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Share
 from distdl_rma.layers.dtypes import flat_bytes
-from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync
+from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync, write_at
+from distdl_rma.layers.staging import down
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
 # How a manifest of this library begins; the most bytes of one, since a reader needs some times as many: it
@@ -191,8 +191,15 @@ def write(path: Path, pieces: Iterable[Piece]) -> Counter[str]:
     """
     file = temporary(path) / DATA
     advice = f"is it on a disk that all hosts share? {_TO_WRITE}"
-    with explained("writing", file, advice), BehindWriter(file) as writer:
-        return _moved(pieces, writer.append)
+    with explained("writing", file, advice):
+        # Not open for reading, as in ``RawArray``: other hosts write parts of the same pages.
+        data = os.open(file, os.O_WRONLY)
+        try:
+            sums = _moved(pieces, lambda offset, memory: write_at(data, memory, offset))
+            os.fsync(data)
+        finally:
+            os.close(data)
+    return sums
 
 
 def read(file: Path, pieces: Iterable[Piece]) -> Counter[str]:
@@ -211,8 +218,8 @@ def _moved(pieces: Iterable[Piece], move: Callable[[int, memoryview], object]) -
     # the core's cache, so that the sums cost little. Written and read bytes are summed in memory: what went
     # wrong between the two, in this library, the system or the disk, changes a sum.
     sums = Counter[str]()
-    for part, begin, elements in pieces:
-        size = part.item.dtype.itemsize
+    for part, begin, held in pieces:
+        size, elements = part.item.dtype.itemsize, down(held)
         for low in range(0, elements.numel(), _IN_CACHE):
             some, first = elements[low : low + _IN_CACHE], begin + low // size
             memory = some.numpy().data

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.layers.dtypes import DTYPES, NUMPY, is_in_memory
+from distdl_rma.layers.dtypes import DTYPES, NUMPY, is_readable
 
 # Returns what stands for a tensor in the JSON, by the tensor's name; whoever calls ``encode`` decides which
 # tensors go to the data file and which, few numbers, into the JSON.
@@ -54,10 +54,10 @@ _OF_BYTES = "biufcSUMm"
 
 def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, if a checkpoint can hold it; else ``UnsupportedError``."""
-    if not is_in_memory(tensor) or tensor.dtype not in DTYPES:
+    if not is_readable(tensor) or tensor.dtype not in DTYPES:
         raise UnsupportedError(
-            f"checkpoint: {name!r} is {tensor.layout} of {tensor.dtype} on {tensor.device}; dense tensors on"
-            f" the CPU of {[*NAMED_DTYPES]} can be saved"
+            f"checkpoint: {name!r} is {tensor.layout} of {tensor.dtype} on {tensor.device}; dense tensors"
+            f" with memory, of {[*NAMED_DTYPES]}, can be saved"
         )
     return tensor
 

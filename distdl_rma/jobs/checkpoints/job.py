@@ -22,9 +22,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -45,11 +46,13 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
-from distdl_rma.jobs.checkpoints.items import ALIGNED, Item, Part, planned
+from distdl_rma.jobs.checkpoints.items import Item, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Holding, holdings
 from distdl_rma.layers.dtypes import digest, flat_bytes
+from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.staging import explain_memory
 from distdl_rma.layers.state import scattered
 from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -66,12 +69,11 @@ _UNDER_WAY = 2
 
 class _Job(NamedTuple):
     # A checkpoint that is being written: its directory, its manifest without sums, what waits for this rank's
-    # bytes and gives their sums, whether that would return at once, and the private memory of the copies.
+    # bytes and gives their sums, and whether that would return at once.
     path: Path
     body: dict[str, Any]
     written: Callable[[], Counter[str]]
     is_written: Callable[[], bool] = lambda: False
-    memory: torch.Tensor | None = None
 
 
 # A holding, and this rank's share of its bytes in memory.
@@ -88,6 +90,14 @@ def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     # restored on any number of ranks, several on as many ranks only.
     columns = {key: [state[key] for state in states] for key in states[0]}
     return {key: each[:1] if each[1:] == each[:-1] else each for key, each in columns.items()}
+
+
+def _digest(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    try:
+        return digest(tensors[name])
+    except torch.OutOfMemoryError as error:
+        explain_memory(error, f"the comparison of {name!r}", [tensors[name]])
+        raise
 
 
 def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
@@ -171,7 +181,8 @@ class Checkpoints:
                     raise ConfigurationError(f"Checkpoints: {name} is at least 1 or None, got {number!r}")
             facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
         self._jobs: deque[_Job] = deque()
-        self._memory: list[torch.Tensor] = []
+        # Memory of the copies: the first use of new pages takes longer than the copy.
+        self._pool = ResultPool(sys.maxsize)
         # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
         # step's own go first. An executor of one thread, as all threads of jobs that do one thing after the
         # other; but not the scratch file's, which finalizers give work to.
@@ -280,9 +291,9 @@ class Checkpoints:
         state
             Names and objects: models, optimizers, objects with ``state_dict`` and ``load_state_dict``
             (schedulers, scalers, averaged models, loaders), tensors, split tensors, generators of random
-            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch (CPU), Python
-            and numpy are saved besides. Tensors that are whole on all ranks have to be equal there; each rank
-            writes some bytes of them.
+            numbers, numbers, strings, arrays, lists and dicts of these. The generators of torch, Python and
+            numpy are saved besides; of torch's those of the CPU and of the devices of tensors. Tensors that
+            are whole on all ranks have to be equal there; each rank writes some bytes of them.
         step
             Number of the step; a complete checkpoint of this step is replaced. Those of later steps, and
             those behind the step that this job has saved or restored last, are of a run that was left: they
@@ -308,13 +319,13 @@ class Checkpoints:
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
             forms = held.forms()
-            facts["step"] = step
+            facts |= {"step": step, "devices of tensors": sorted(held.devices)}
         path = files.step_folder(self.folder, step)
         # Two jobs of one step would write to the same files.
         while len(self._jobs) >= _UNDER_WAY or any(job.path == path for job in self._jobs):
             self._complete()
         words = {"step": step, "main": main, "forms": forms, "kinds": held.kinds}
-        generators = objects.generators()
+        generators = objects.forms_of(objects.generators_of(held.devices))
         # Alike on all ranks, or raises on all of them.
         one = objects.merged(gather_words(home.segments, words, self._call))
         of_ranks = gather_words(home.segments, generators, self._call)
@@ -343,11 +354,13 @@ class Checkpoints:
             if lacking := [p.item.name for p, _ in parts if not p.box.empty and p.item.name not in tensors]:
                 raise MismatchError(f"checkpoint: this rank has no {lacking[0]!r}, which other ranks have")
         found = holdings(parts)
-        prints = {
-            str(each.ranks): [(part.item.name, digest(tensors[part.item.name])) for part in each.parts]
-            for each in found
-            if len(each.ranks) > 1
-        }
+        # Of a tensor on a device this needs memory there.
+        with self._together():
+            prints = {
+                str(each.ranks): [(part.item.name, _digest(part.item.name, tensors)) for part in each.parts]
+                for each in found
+                if len(each.ranks) > 1
+            }
         digests = {key: files.digest(json.dumps(pairs).encode()) for key, pairs in prints.items()}
         if _differing(gather_words(self._machine.segments, digests, self._call)):
             named = {f"{name} on {key}": word for key, pairs in prints.items() for name, word in pairs}
@@ -374,23 +387,13 @@ class Checkpoints:
             self._jobs.append(_Job(path, body, partial(files.write, path, pieces)))
             self._complete()
             return
-        copies, memory = self._copied(list(pieces))
+        # The next step may change the tensors as soon as this returns.
+        copies = [
+            (part, first, self._pool.empty(elements.shape, torch.uint8).copy_(elements))
+            for part, first, elements in pieces
+        ]
         sums = self._thread.submit(files.write, path, copies)
-        self._jobs.append(_Job(path, body, sums.result, sums.done, memory))
-
-    def _copied(self, pieces: list[Piece]) -> tuple[list[Piece], torch.Tensor]:
-        # Pieces in private memory, that of an earlier job if it is large enough: the first use of new pages
-        # takes longer than the copy. The next step may change the tensors as soon as this returns.
-        nbytes = sum(-(-elements.numel() // ALIGNED) * ALIGNED for *_, elements in pieces)
-        memory = self._memory.pop() if self._memory else torch.empty(0, dtype=torch.uint8)
-        if memory.numel() < nbytes:
-            memory = _memory(nbytes)
-        copies, at = [], 0
-        for part, first, elements in pieces:
-            copy = memory[at : at + elements.numel()].copy_(elements)
-            copies.append((part, first, copy))
-            at += -(-elements.numel() // ALIGNED) * ALIGNED
-        return copies, memory
+        self._jobs.append(_Job(path, body, sums.result, sums.done))
 
     def _complete(self) -> None:
         # Waits for the oldest job, and publishes it, or raises its error on all ranks. The sums of the parts
@@ -414,9 +417,6 @@ class Checkpoints:
                 if self._first:
                     files.drop(job.path)
             raise
-        finally:
-            if job.memory is not None:
-                self._memory.append(job.memory)
         self._wait_for_deletion()
         if self._first:
             self._deletion = self._thread.submit(files.delete_old, job.path, self._keep)
@@ -445,7 +445,8 @@ class Checkpoints:
         The job may have another number of ranks than the one that saved, other partitions, or plain modules.
         Every byte of the file is read and checked by one rank before an object is changed, and then travels
         to the others through segments. Tensors are copied into existing ones, and numbers, strings and dicts
-        of ``state`` are replaced. What ``state`` lacks is left out.
+        of ``state`` are replaced. All stay on their devices, which may be others than those of the job that
+        saved. What ``state`` lacks is left out.
 
         ``generators`` are restored too. One that differed between ranks, for want of a seed, is restored if
         the number of ranks is the same. On another number those of Python and numpy stay as they are, and
@@ -473,8 +474,9 @@ class Checkpoints:
             held = objects.Objects(state, body["main"], scattered)
             facts["names of the state"] = sorted(state)
             place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
-            drawn = objects.drawn(body["generators"], place, size) if generators else {}
             wanted = held.wanted(body["forms"], saved.kinds())
+            own_generators = objects.generators_of(held.devices) if generators else {}
+            drawn = objects.drawn(own_generators, body["generators"], place, size)
             items, own = saved.items(wanted), held.in_place()
             tensors = {i.name: held.blank(i) for i in items if own.get(i.name) is None}
         tensors |= {name: x for name, x in own.items() if x is not None}
@@ -482,7 +484,7 @@ class Checkpoints:
         self._pass_on(shares, tensors)
         with saved.named():
             held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
-        objects.set_generators(drawn)
+        objects.set_generators(own_generators, drawn)
         self._at = int(body["step"])
         return self._at
 

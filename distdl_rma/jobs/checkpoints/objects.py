@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distdl_rma.errors import (
     CheckpointError,
@@ -156,6 +157,11 @@ class Objects:
                 self.layouts[f"{entry}/value"] = module.decomposition
             elif isinstance(module, torch.Tensor):
                 self._names.setdefault(id(module), f"{entry}/value")
+
+    @property
+    def devices(self) -> dict[str, torch.device]:
+        """Devices of the tensors, one of each type; without the CPU."""
+        return {x.device.type: x.device for x in self.tensors.values() if not x.is_cpu}
 
     def _prefix(self, entry: str) -> str:
         return "" if entry == self._main else f"{entry}/"
@@ -352,8 +358,8 @@ class Objects:
         """Items of models that are whole on all ranks, and the tensors that take them; call ``wanted`` first.
 
         The names are alike on all ranks. None for a tensor that cannot be filled in place, such as one with
-        two names or with gaps in its memory. All others need no second copy while they are restored, which
-        would be as large as the model.
+        two names, with gaps in its memory, or on a device. All others need no second copy while they are
+        restored, which would be as large as the model.
         """
         found: dict[str, torch.Tensor | None] = {}
         for entry, module in self.state.items():
@@ -367,7 +373,7 @@ class Objects:
             shared = Counter(own[key].untyped_storage()._cdata for key in names)
             for key, name in names.items():
                 x, saved = own[key], self.tensors[name]
-                same = x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
+                same = x.is_cpu and x.data_ptr() == saved.data_ptr() and x.shape == saved.shape
                 plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
                 alone = shared[x.untyped_storage()._cdata] == 1
                 found[name] = x if same and plain and alone else None
@@ -422,8 +428,8 @@ class Objects:
         give = tensors.__getitem__
         if kind_of(thing) == _MODULE:
             return {key: decode(part, give) for key, part in form["state"].items()}
-        if kind_of(thing) != _OPTIMIZER:
-            return decode(form["state"], give)
+        if (kind := kind_of(thing)) != _OPTIMIZER:
+            return _where(_state_of(thing) if kind == _OBJECT else thing, decode(form["state"], give))
         named = self._named(entry, thing)
         numbers = {name: at for at, name in enumerate(name for group in named for name in group)}
         groups = [
@@ -432,6 +438,17 @@ class Objects:
         ]
         states = {numbers[name]: dict(decode(values, give)) for name, values in form["state"].items()}
         return {"state": states, "param_groups": groups}
+
+
+def _where(mine: Any, found: Any) -> Any:
+    # What replaces a value or a state, with its tensors on the devices of those that they replace.
+    (held, form), (new, other) = tree_flatten(mine), tree_flatten(found)
+    if form != other:
+        return found
+    for at, (x, y) in enumerate(zip(held, new, strict=True)):
+        if isinstance(x, torch.Tensor) and type(y) is torch.Tensor:
+            new[at] = y.to(x.device)
+    return tree_unflatten(new, form)
 
 
 def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
@@ -450,7 +467,7 @@ def _loaded(thing: Any, found: Any) -> Iterator[Callable[[], object]]:
                 # torch rounds the state to the type of the parameter: float32 momentum of a parameter in
                 # 16 bits would lose half of its bits.
                 if isinstance(value, torch.Tensor) and value.dtype != held[key].dtype:
-                    held[key] = value
+                    held[key] = value.to(held[key].device)
 
 
 def _text(kind: Kind) -> str:
@@ -504,36 +521,61 @@ def merged(reported: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def generators() -> dict[str, Any]:
-    """Forms of the states of torch's generator on the CPU, Python's and numpy's; local."""
+class _OfDevice:
+    """The generator of a device that every program has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+
+    def state_dict(self) -> bytes:
+        """The state, which torch has as bytes of the CPU."""
+        words: bytes = self._module.get_rng_state(self._device).numpy().tobytes()
+        return words
+
+    def load_state_dict(self, state: bytes) -> None:
+        """Set the state."""
+        self._module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self._device)
+
+
+def generators_of(devices: Mapping[str, torch.device]) -> dict[str, Any]:
+    """Torch's generator on the CPU, Python's and numpy's, and those of devices by type; by name."""
+    return _OF_ALL | {kind: _OfDevice(device) for kind, device in devices.items()}
+
+
+def forms_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Forms of the states of generators; local."""
     take: Take = lambda _name, words: in_line(words)  # noqa: E731
-    return {name: encode(_state_of(thing), name, take) for name, thing in _OF_ALL.items()}
+    return {name: encode(_state_of(thing), name, take) for name, thing in generators.items()}
 
 
-def drawn(found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
-    """States of the generators for one of ``size`` ranks, checked; of forms that each rank or one has given.
+def drawn(generators: Mapping[str, Any], found: Mapping[str, Any], place: int, size: int) -> dict[str, Any]:
+    """States of generators for one of ``size`` ranks, checked; of forms that each rank or one has given.
 
     Those of Python and numpy are left out if neither is the case, and ``UnsupportedError`` refuses torch's.
+    Those of a device that a checkpoint lacks, as one of a job without it, are left out too.
     """
     give = dict[str, torch.Tensor]().__getitem__
     with told(CheckpointError, "checkpoint: restore(..., generators=False) goes on without its generators"):
-        if len(found["torch"]) not in (1, size):
-            raise UnsupportedError(
-                f"checkpoint: the generators of its {len(found['torch'])} ranks differed, and {size} ranks"
-                " cannot go on with them: seed all ranks alike, or restore(..., generators=False)"
-            )
-        states = {
-            name: decode(found[name][place % len(found[name])], give)
-            for name in _OF_ALL
-            if len(found[name]) in (1, size)
-        }
-        # Tried on new generators: those of the program change only when everything else is restored.
+        states = {}
+        for name in (each for each in generators if each in found or each in _OF_ALL):
+            if (count := len(found[name])) in (1, size):
+                states[name] = decode(found[name][place % count], give)
+            elif name not in ("python", "numpy"):
+                raise UnsupportedError(
+                    f"checkpoint: the generators of its {count} ranks differed, and {size} ranks cannot go"
+                    " on with them: seed all ranks alike, or restore(..., generators=False)"
+                )
+        # Tried first: all others change only when everything else is restored.
         for name, state in states.items():
-            _load_into(type(_OF_ALL[name])(), state)
+            before = _state_of(generators[name])
+            try:
+                _load_into(generators[name], state)
+            finally:
+                _load_into(generators[name], before)
     return states
 
 
-def set_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators to states of ``drawn``; local."""
+def set_generators(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Set generators to states of ``drawn``; local."""
     for name, state in states.items():
-        _load_into(_OF_ALL[name], state)
+        _load_into(generators[name], state)

@@ -1,15 +1,15 @@
-"""Samples of which each rank reads its block; it is imported without MPI, as worker processes need it.
+"""Samples of which each rank reads its block.
 
 From an item to blocks, for two ranks that cut the last dimension::
 
-    item 7 (of crops=2)     sample 3, its second view       draws: seed, epoch, item
+    item 7 (of crops=2)     sample 3, its second crop       draws: seed, epoch, item
     column 0: images        source[3]: (C, H, W)            cut as the grid says
     column 1: masks         source[3]:    (H, W)            cut likewise, without channels
     column 2: classes       source[3]: ()                   whole on every rank
 
     rank 0  ->  Block(image[..., :W/2], layout)   Block(mask[:, :W/2], layout)   Block(class, None)
 
-Which sample, which view and which box follows from integers that all ranks have. So ranks read without a word
+Which sample, which crop and which box follows from integers that all ranks have. So ranks read without a word
 to each other, and say whether it went well once a batch (``loader.py``). Shapes of files do not follow from
 integers: the first sample decides, and each other one is compared with it when it is read.
 """
@@ -19,38 +19,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import prod
-from multiprocessing.context import get_spawning_popen
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from distdl_rma.errors import (
-    ArgumentError,
-    DataError,
-    DistdlError,
-    PartitionError,
-    ShapeError,
-    UnsupportedError,
-)
+from distdl_rma.errors import ArgumentError, DataError, DistdlError, ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.augmentation import Augmentation, View
+from distdl_rma.jobs.data.draws import Crops
 from distdl_rma.layers.sources.chunks import warn_of_chunks
 from distdl_rma.layers.sources.opening import open_array
 from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.segments.machine import Machine
 
 if TYPE_CHECKING:
     from distdl_rma.layers.split.shard import Grid
-    from distdl_rma.segments.machine import Machine
 
 # Files that stay open, of a list of files: a data set of thousands would be too many for the system, and
 # random crops of a few volumes come back to the same ones.
@@ -58,11 +48,6 @@ _OPEN_FILES = 8
 _DIMS = (1, 2, 3)
 # Keys of draws begin with their purpose.
 _DRAW = 2
-_FORKED = (
-    "ShardDataset: this process is a fork of a rank, whose MPI and memory a fork may not touch; let the"
-    " DataLoader start its workers by multiprocessing_context='spawn' or 'forkserver', or read by a thread:"
-    " ShardLoader(dataset, prefetch=2)"
-)
 
 
 class Block(NamedTuple):
@@ -76,7 +61,7 @@ class Column:
     """One source for each sample: an array whose first dimension numbers them, or a list of sources.
 
     Files are opened at their first use, where a loader raises an error of one rank on all ranks; that of a
-    constructor would be one rank's alone. It can be pickled; other processes open the files themselves.
+    constructor would be one rank's alone.
     """
 
     def __init__(self, given: Any) -> None:
@@ -119,9 +104,6 @@ class Column:
         known = isinstance(source, (str, os.PathLike))
         return self._opened(os.fspath(source)) if known else open_array(source)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Column, (self._given,)
-
 
 class _Form(NamedTuple):
     # What the samples of a column have in common: elements; dimensions before the spatial ones; whether it is
@@ -131,14 +113,13 @@ class _Form(NamedTuple):
     cut: bool
 
 
-class ShardDataset(Dataset[Any]):
+class ShardDataset:
     """Samples that are split over ranks: each rank reads its block of a crop, and nothing else.
 
     The image is the first source, with dimensions (channels, D, H, W), of which the last one, two or three
-    are spatial. Crops, flips and quarter turns are those of the whole sample: ``numpy.rot90(numpy.flip(
-    sample[crop], ...), turns, plane)``. They follow from ``seed``, the epoch and the number of the item, so
-    that they are alike on all ranks of a sample, different for other samples, and the same on any number of
-    ranks and replicas.
+    are spatial. Crops are those of the whole sample, ``sample[crop]``. They follow from ``seed``, the epoch
+    and the number of the item, so that they are alike on all ranks of a sample, different for other samples,
+    and the same on any number of ranks and replicas. :class:`ShardLoader` makes batches of them.
 
     Local to construct, but for the machine of COMM_WORLD, whose first use is collective. Files are opened at
     their first use, for instance by :class:`ShardLoader`, which raises errors of one rank on all ranks.
@@ -149,8 +130,8 @@ class ShardDataset(Dataset[Any]):
         The images. A path or an array (see :func:`open_array`): its first dimension numbers the samples. A
         list of paths or arrays: each is a sample.
     *labels
-        Likewise, as many samples. A label whose last dimensions are the spatial ones of the image is cropped,
-        turned and cut as the image is; it may have channels, which are not cut. A label with fewer dimensions
+        Likewise, as many samples. A label whose last dimensions are the spatial ones of the image is cropped
+        and cut as the image is; it may have channels, which are not cut. A label with fewer dimensions
         than that, such as a class number, is whole on every rank.
     grid
         Of a batch: ``"2x2"``, ``(2, 2)`` or ``{"D": 2, "H": 2}``, on the ranks of COMM_WORLD; or a partition
@@ -158,10 +139,6 @@ class ShardDataset(Dataset[Any]):
     crop
         For each spatial dimension an extent, at a random place, or a slice, at the same place always. None:
         whole samples.
-    flip
-        Spatial dimensions that half of the items are reversed in, such as ``"DHW"``.
-    rotate
-        Two spatial dimensions, such as ``"HW"``: items are turned by 0, 90, 180 or 270 degrees.
     crops
         Items for each sample. ``ShardDataset([volume], crop=(64, 64, 64), crops=1000)`` has 1,000 items.
     channels
@@ -174,21 +151,13 @@ class ShardDataset(Dataset[Any]):
     ArgumentError
         If an argument has no known form.
 
-    Notes
-    -----
-    ``dataset[i]`` is this rank's blocks of item ``i``, plain tensors without a dimension for the batch: the
-    image alone, or a tuple with the labels. A ``torch.utils.data.DataLoader`` may read them in worker
-    processes that it starts by ``"spawn"`` or ``"forkserver"``; ``UnsupportedError`` in a fork of a rank.
-    Workers are no ranks: pickling the dataset for them sets ``MPI4PY_RC_INITIALIZE=0`` in the environment, so
-    that a worker that imports mpi4py does not start MPI.
-
     Examples
     --------
     >>> images, classes = torch.rand(10, 3, 8, 8), torch.arange(10)
-    >>> samples = ShardDataset(images, classes, grid={"H": -1}, crop=(6, 6), flip="W", seed=0)
-    >>> image, label = samples[3]
-    >>> len(samples), image.shape, label
-    (10, torch.Size([3, 3, 6]), tensor(3))
+    >>> samples = ShardDataset(images, classes, grid={"H": -1}, crop=(6, 6), seed=0)
+    >>> image, labels = next(iter(ShardLoader(samples, batch=2)))
+    >>> len(samples), image.shape, image.to_local().shape, labels
+    (10, torch.Size([2, 3, 6, 6]), torch.Size([2, 3, 3, 6]), tensor([0, 1]))
     """
 
     def __init__(
@@ -197,56 +166,20 @@ class ShardDataset(Dataset[Any]):
         *labels: Any,
         grid: Grid,
         crop: Sequence[int | slice] | None = None,
-        flip: str = "",
-        rotate: str = "",
         crops: int = 1,
         channels: bool = True,
         seed: int = 0,
     ) -> None:
-        # Here, since a worker process imports this file.
-        from distdl_rma.segments.machine import Machine
-
         for name, number, least in (("crops", crops, 1), ("seed", seed, 0)):
             if type(number) is not int or number < least:
                 raise ArgumentError(f"ShardDataset: {name} is an integer, at least {least}, got {number!r}")
         self._columns = [Column(each) for each in (source, *labels)]
         self.grid: Any = grid
-        self._crop, self._flip, self._rotate = crop, flip, rotate
-        self._crops, self._channels = crops, bool(channels)
-        self.seed, self.epoch = seed, 0
-        self.machine: Machine | None = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
+        self._crop, self._crops, self._channels, self.seed = crop, crops, bool(channels), seed
+        self.machine = Machine.of(grid) if isinstance(grid, Partition) else Machine.on()
 
     def __len__(self) -> int:
         return len(self._columns[0]) * self._crops
-
-    def __getitem__(self, item: int) -> Any:
-        """This rank's blocks of an item in the present epoch."""
-        if self.machine is not None and self.machine.segments.forked:
-            raise UnsupportedError(_FORKED)
-        if not -len(self) <= item < len(self):
-            raise IndexError(f"the dataset has {len(self)} items, got {item}")
-        if self.partition.shape[0] > 1:
-            raise PartitionError(
-                f"ShardDataset: grid {self.partition.shape} cuts batches, of which an item has no part; read"
-                " them by ShardLoader, or cut other dimensions"
-            )
-        blocks = self.batch(self.epoch, [item % len(self)], self.partition)
-        items = tuple(block.local.squeeze(0) for block in blocks)
-        return items if len(items) > 1 else items[0]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that ``dataset[i]`` draws for; local, alike on all ranks.
-
-        A ``DataLoader`` that keeps its workers over epochs (``persistent_workers``) does not notice.
-        """
-        self.epoch = int(epoch)
-
-    @cached_property
-    def partition(self) -> Partition:
-        """Ranks of ``dataset[i]`` on the grid of a batch: dimensions of samples, channels and space."""
-        from distdl_rma.layers.split.entry import grid_for
-
-        return grid_for(self.grid, self.machine, self.dims)
 
     @cached_property
     def dims(self) -> int:
@@ -254,14 +187,9 @@ class ShardDataset(Dataset[Any]):
         return self._spatial + 2
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape of the image of the first item: channels, and extents of the crop."""
-        return self._sample(self.epoch, 0)[1][0]
-
-    @property
     def fixed(self) -> bool:
         """Whether the images of all items have the same shape, by the crop."""
-        return self._augmentation.fixed
+        return self._boxes.fixed
 
     def facts(self, partition: Partition) -> dict[str, Any]:
         """What ranks compare, by name: of the arguments and of the first sample; JSON's types.
@@ -279,7 +207,7 @@ class ShardDataset(Dataset[Any]):
             self._layout(at, (1, *shape), partition)
         return {
             "samples": counts[0],
-            "crop, flip and rotate": [repr(self._crop), self._flip, self._rotate],
+            "crop": repr(self._crop),
             "crops": self._crops,
             "seed": self.seed,
             "dtypes": [str(form.dtype) for form in self._forms],
@@ -346,8 +274,8 @@ class ShardDataset(Dataset[Any]):
         return dims
 
     @cached_property
-    def _augmentation(self) -> Augmentation:
-        return Augmentation(self._crop, self._flip, self._rotate, self._spatial)
+    def _boxes(self) -> Crops:
+        return Crops(self._crop, self._spatial)
 
     @cached_property
     def _forms(self) -> list[_Form]:
@@ -360,10 +288,10 @@ class ShardDataset(Dataset[Any]):
             found.append(_Form(dtype, shape[: -self._spatial] if cut else shape, cut))
         return found
 
-    def _sample(self, epoch: int, item: int) -> tuple[View, list[tuple[int, ...]]]:
-        # How the item shows its sample, and its shapes; those of the sources are checked. Every rank does
-        # this for every sample of a batch, also those of which it reads nothing: it has to know the shape of
-        # the batch.
+    def _sample(self, epoch: int, item: int) -> tuple[Box, list[tuple[int, ...]]]:
+        # The crop that the item shows of its sample, and its shapes; those of the sources are checked. Every
+        # rank does this for every sample of a batch, also those of which it reads nothing: it has to know the
+        # shape of the batch.
         sample = item // self._crops
         shapes = [column.shape(sample) for column in self._columns]
         extents = shapes[0][-self._spatial :]
@@ -376,16 +304,16 @@ class ShardDataset(Dataset[Any]):
                     f"{name} has shape {shape}, wanted {wanted} as in the first sample{why if at else ''}"
                 )
         try:
-            view = self._augmentation.draw(extents, _DRAW, self.seed, epoch, item)
+            crop = self._boxes.draw(extents, _DRAW, self.seed, epoch, item)
         except ShapeError as error:
             raise ShapeError(f"{self._columns[0].name(sample)}: {error}") from error
         found = [
-            (*form.leading, *view.shape) if form.cut else shape
+            (*form.leading, *crop.shape) if form.cut else shape
             for shape, form in zip(shapes, self._forms, strict=True)
         ]
         if not self._channels:
             found[0] = (1, *found[0])
-        return view, found
+        return crop, found
 
     def _layout(self, column: int, shape: Sequence[int], partition: Partition) -> Decomposition:
         # Of a column of a batch; the grid cuts no channels but those of the image.
@@ -402,15 +330,15 @@ class ShardDataset(Dataset[Any]):
                 )
         return Decomposition(partition, tuple(map(Balanced, shape, parts)), tuple(axes))
 
-    def _part(self, at: int, sample: int, view: View, box: Box) -> torch.Tensor:
+    def _part(self, at: int, sample: int, crop: Box, box: Box) -> torch.Tensor:
         form, column = self._forms[at], self._columns[at]
         if not form.cut:
             part = column.read(sample, box)
         else:
             leading, place = box.bounds[: -self._spatial], Box(box.bounds[-self._spatial :])
             # Without a dimension for channels the image gets one, behind the reading.
-            source = Box((*(leading if form.leading else ()), *view.source(place).bounds))
-            part = view.turned(column.read(sample, source)).reshape(box.shape)
+            source = Box((*(leading if form.leading else ()), *place.shift(crop.start).bounds))
+            part = column.read(sample, source).reshape(box.shape)
         if part.dtype != form.dtype:
             raise ShapeError(
                 f"{column.name(sample)}: its elements are {part.dtype}, those of the first sample"
@@ -431,21 +359,3 @@ class ShardDataset(Dataset[Any]):
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise DataError(f"sample {self._number(item)}: {text}") from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For a worker: it has the grid of this rank as a plain value, and no machine. Nor may it start MPI,
-        # which would look for the launcher of a job that it does not belong to.
-        if get_spawning_popen() is not None:
-            os.environ.setdefault("MPI4PY_RC_INITIALIZE", "0")
-        partition = replace(self.partition, home=None, opened=None)
-        return {**vars(self), "machine": None, "partition": partition, "grid": partition}
-
-    def __copy__(self) -> ShardDataset:
-        """A dataset of the same sources and ranks, whose epoch can be set on its own."""
-        found: ShardDataset = object.__new__(type(self))
-        vars(found).update(vars(self))
-        return found
-
-    def __deepcopy__(self, memo: object) -> ShardDataset:
-        """As a copy: sources are read only, and a machine has no copy."""
-        return copy(self)

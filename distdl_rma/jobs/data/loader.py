@@ -11,38 +11,38 @@ ranks, and each rank reads its block of both::
 A position counts samples in this order and nothing else: not steps, ranks or replicas. So a job goes on with
 other numbers of all these, and sees each sample once.
 
-The thread reads ahead, and only this. Whether all ranks have read is compared in the loop itself: a thread
-that meets other ranks would do so at any moment, between the messages of a layer.
+The thread reads ahead, copies what it has read to the device if there is one, and does no more. Whether all
+ranks have read is compared in the loop itself: a thread that meets other ranks would do so at any moment,
+between the messages of a layer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
-from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
-from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError
+from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError, told
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.augmentation import permutation
 from distdl_rma.jobs.data.dataset import Block, ShardDataset
+from distdl_rma.jobs.data.draws import permutation
+from distdl_rma.jobs.data.read_ahead import results_ahead
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.layers.staging import Ascent
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
 
 # Keys of draws begin with their purpose.
 _SHUFFLE = 1
-# Reads the blocks of a batch, or waits for the thread that does: the loop is the same with and without it.
-Read = Callable[[], list[Block]]
+# Blocks of a batch, and their copy to the device.
+Read = tuple[list[Block], Ascent | None]
 
 
 class ShardLoader:
@@ -73,8 +73,9 @@ class ShardLoader:
     prefetch
         Batches that a thread of this rank reads ahead; each needs the memory of its blocks. 0: none, a batch
         is read when the loop asks for it.
-    progress
-        Whether the first rank shows a progress bar on standard error, which needs the package ``rich``.
+    device
+        Where this rank's tensors of a batch are, also those of labels. On CUDA the thread copies them from
+        pinned memory in a stream of its own, while the step before computes. All ranks have the same type.
 
     Raises
     ------
@@ -113,18 +114,18 @@ class ShardLoader:
         shuffle: bool = False,
         drop_last: bool = False,
         prefetch: int = 1,
-        progress: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         machine = getattr(dataset, "machine", None)
         if not isinstance(machine, Machine):
             raise ConfigurationError(
-                "ShardLoader: takes a ShardDataset whose grid is on the ranks of a machine, got"
-                f" {dataset!r}; a worker process has no machine"
+                f"ShardLoader: takes a ShardDataset whose grid is on the ranks of a machine, got {dataset!r}"
             )
         self.dataset, self.machine = dataset, Machine.of(machine)
         self.epoch, self.replica = 0, 0
         self._batch, self._replicas, self._prefetch = batch, replicas, prefetch
-        self._shuffle, self._drop_last, self._progress = bool(shuffle), bool(drop_last), bool(progress)
+        self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
+        self._given_device, self.device = device, torch.device("cpu")
         # Where the loop goes on, in samples of all replicas, and where the next loop begins.
         self._samples = self._start = 0
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
@@ -140,7 +141,13 @@ class ShardLoader:
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
             self._check_arguments()
+            with told(ConfigurationError, f"ShardLoader: no device {self._given_device} on this rank"):
+                # With its number: in the thread another one is current.
+                self.device = torch.empty(0, device=self._given_device).device
+            if self.device.type == "meta":
+                raise ConfigurationError("ShardLoader: a batch on the device meta would have no elements")
             own = self._own_partition()
+            facts["type of the device"] = self.device.type
             facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}
             facts |= {"drop_last": self._drop_last, **self.dataset.facts(own)}
             if not len(self):
@@ -170,12 +177,6 @@ class ShardLoader:
                 raise ConfigurationError(
                     f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
                 )
-        if self._progress and self._is_first and find_spec("rich") is None:
-            raise ConfigurationError("ShardLoader: progress=True needs the package rich: pip install rich")
-
-    @property
-    def _is_first(self) -> bool:
-        return self.machine.rank == self.machine.ranks[0]
 
     def _own_partition(self) -> Partition:
         grid, machine = self.dataset.grid, self.machine
@@ -219,37 +220,30 @@ class ShardLoader:
     def _batches(self, epoch: int, start: int) -> Generator[Any, None, None]:
         count, seed = len(self.dataset), self.dataset.seed
         order = permutation(count, _SHUFFLE, seed, epoch) if self._shuffle else np.arange(count)
-        with ExitStack() as stack:
-            reader = None
-            if self._prefetch:
-                reader = ThreadPoolExecutor(1, "ShardLoader")
-                stack.callback(reader.shutdown, cancel_futures=True)
-            advance = self._shown(epoch, start, stack)
-
-            def begun(end: int, places: range) -> tuple[int, Read]:
-                items = order[places.start : places.stop].tolist()
-                read = partial(self.dataset.batch, epoch, items, self.partition)
-                return end, read if reader is None else reader.submit(read).result
-
-            steps = self._steps(start)
-            ahead = deque(begun(*step) for step in islice(steps, max(1, self._prefetch)))
-            while ahead:
-                end, read = ahead.popleft()
+        reads = (
+            partial(self._read, epoch, order[places.start : places.stop].tolist())
+            for _, places in self._steps(start)
+        )
+        with closing(results_ahead(reads, self._prefetch, "ShardLoader")) as read:
+            for end, _ in self._steps(start):
                 # No variable keeps a batch while the next one is read.
                 ready = [self._agreed(epoch, end, read)]
-                del read
-                ahead.extend(begun(*step) for step in islice(steps, 1))
                 self._samples = end
                 yield ready.pop()
-                advance()
         self.epoch, self._samples = epoch + 1, 0
 
-    def _agreed(self, epoch: int, end: int, read: Read) -> Any:
+    def _read(self, epoch: int, items: Sequence[int]) -> Read:
+        # This rank's blocks of a batch, and their copy to the device; in the thread, if there is one.
+        blocks = self.dataset.batch(epoch, items, self.partition)
+        on_host = self.device.type == "cpu"
+        return blocks, None if on_host else Ascent([block.local for block in blocks], self.device)
+
+    def _agreed(self, epoch: int, end: int, read: Iterator[Read]) -> Any:
         # A batch that all ranks have read; else an error on all ranks. The ranks also compare where they are:
         # one that has left its loop early, or has another file under the same name, would train on a mixture.
         same = "have all ranks the same files, epoch and position?"
         with self._together(MismatchError, same) as facts:
-            blocks = read()
+            blocks, ascent = next(read)
             facts["epoch and end of the step, in samples"] = [epoch, end]
             # Batches of other replicas may have other shapes.
             alike = self._replicas == 1 or self.dataset.fixed
@@ -257,21 +251,12 @@ class ShardLoader:
             shapes = [(x.layout or x.local).shape for x in blocks]
             kinds = [str(x.local.dtype) for x in blocks]
             facts[f"dtypes and shapes of {which}"] = [kinds, shapes]
+        here = [x.local for x in blocks] if ascent is None else ascent.wait()
         tensors = tuple(
-            x.local if x.layout is None else SplitTensor(x.local, lay.normal(x.layout)) for x in blocks
+            x if block.layout is None else SplitTensor(x, lay.normal(block.layout))
+            for x, block in zip(here, blocks, strict=True)
         )
         return tensors if len(tensors) > 1 else tensors[0]
-
-    def _shown(self, epoch: int, start: int, stack: ExitStack) -> Callable[[], None]:
-        # Begins the progress bar, which ends with the stack; what advances it by a step.
-        if not (self._progress and self._is_first):
-            return lambda: None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        bar = stack.enter_context(Progress(console=Console(stderr=True)))
-        total, left = len(self), sum(1 for _ in self._steps(start))
-        return partial(bar.advance, bar.add_task(f"epoch {epoch}", total=total, completed=total - left))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop; local, alike on all ranks.

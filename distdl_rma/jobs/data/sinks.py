@@ -25,11 +25,9 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from math import prod
 from numbers import Integral
-from operator import gt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +43,6 @@ from distdl_rma.errors import (
     UnsupportedError,
     told,
 )
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.layers.dtypes import NUMPY, as_numbers
@@ -64,8 +61,8 @@ from distdl_rma.segments.machine import Machine
 Slices = tuple[slice, ...]
 # Bytes of a chunk that this library chooses, at most: readers of other boxes fetch chunks as a whole.
 _CHUNK_NBYTES = 16 << 20
-# Bytes of an HDF5 file beside the elements, and of its index for each chunk, at most.
-_HDF5_NBYTES, _INDEX_NBYTES = 1 << 16, 1 << 8
+# Bytes of an HDF5 file beside the elements, at most.
+_HDF5_NBYTES = 1 << 16
 # How long the chunks of a call that failed may take: Zarr writes them in a loop of events of its own.
 _REST_SECONDS = 60.0
 _ONE = "all ranks write one tensor to one sink"
@@ -102,8 +99,7 @@ def create_array(
     like
         A split tensor of the layout that will be written; its blocks decide about chunks.
     chunks
-        Of Zarr; None for the blocks of ``like``, divided to at most 16 MiB. Of HDF5, whose datasets are
-        contiguous if None.
+        Of Zarr; None for the blocks of ``like``, divided to at most 16 MiB.
     axes
         Names of the dimensions; None for none, in OME-Zarr for the last ones of ``tczyx``. These and the
         following are what :func:`open_array` returns of the file. ``.npy`` has no place for them.
@@ -141,36 +137,27 @@ def create_array(
             f"create_array: shape {(*shape,)} must have the {len(blocks)} dimensions of like=, which is"
             f" {tuple(layout.shape)}"
         )
-    given = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
-    return _planned(path, shape, kind, blocks, given, chunks, like.machine, like.partition.ranks)
+    owners: dict[str, Any] = {"machine": like.machine, "ranks": like.partition.ranks}
+    given: dict[str, Any] = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
+    return new_array(path, shape, kind, blocks, chunks=chunks, **owners, **given)
 
 
-def array_of_one(
+def new_array(
     path: str | os.PathLike[str],
     shape: Sequence[int],
     dtype: Any,
     blocks: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
-    **given: Any,
-) -> ArraySink:
-    """As :func:`create_array`, for an array that one process makes; local. Chunks divide ``blocks``.
-
-    What is ``given`` is what :func:`create_array` takes of the dimensions: axes, spacing, units and origin.
-    """
-    return _planned(path, shape, dtype, blocks, given, chunks)
-
-
-def _planned(
-    path: str | os.PathLike[str],
-    shape: Sequence[int],
-    dtype: Any,
-    blocks: Sequence[int],
-    given: dict[str, Any],
-    chunks: Sequence[int] | None = None,
     machine: Machine | None = None,
     ranks: Sequence[int] = (),
+    **given: Any,
 ) -> ArraySink:
+    """As :func:`create_array`, for an array that ``ranks`` of a machine make, or one process; local.
+
+    Chunks divide ``blocks``. What is ``given`` is what :func:`create_array` takes of the dimensions: axes,
+    spacing, units and origin.
+    """
     place, _, name = os.fspath(path).partition("::")
     if is_url(place):
         raise ArgumentError(
@@ -182,14 +169,13 @@ def _planned(
             f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
             " other files pass what their library opens to write_shards, or a Sink"
         )
-    kind = _numpy_dtype(dtype)
+    kind = numpy_dtype(dtype)
     if chunks is not None:
         fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
-        most = chunks if suffix.endswith(".zarr") else extents
-        if suffix == ".npy" or not fits or min(chunks, default=1) < 1 or any(map(gt, chunks, most)):
+        if not suffix.endswith(".zarr") or not fits or min(chunks, default=1) < 1:
             raise ArgumentError(
-                f"create_array: {path}: chunks= are of Zarr and HDF5, one extent above 0 for each"
-                f" dimension of {extents}, in HDF5 not above the array's, got {chunks}"
+                f"create_array: {path}: chunks= are of Zarr, one extent above 0 for each dimension of"
+                f" {extents}, got {chunks}; .npy and HDF5 are written contiguously"
             )
         chunks = tuple(map(int, chunks))
     elif suffix.endswith(".zarr"):
@@ -440,7 +426,7 @@ def _start(sink: Any, y: SplitTensor, at: Sequence[int] | None) -> tuple[int, ..
             f"write_shards: a tensor of shape {extents} at {start} does not lie in {label(sink)} of {shape}"
         )
     # Of another byte order the array that is written converts.
-    if (wanted := _numpy_dtype(sink.dtype)).newbyteorder("=") != (found := _numpy_dtype(y.dtype)):
+    if (wanted := numpy_dtype(sink.dtype)).newbyteorder("=") != (found := numpy_dtype(y.dtype)):
         raise ShapeError(
             f"write_shards: {label(sink)} has elements of {wanted}, the tensor of {found}; convert it by"
             " y.to(...), or make the sink with its dtype"
@@ -506,7 +492,8 @@ def _block_chunks(blocks: Sequence[int], shape: Sequence[int], itemsize: int) ->
     return tuple(chunks)
 
 
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Numpy's type of elements of numpy, torch or tensorstore."""
     if isinstance(dtype, torch.dtype):
         if dtype not in NUMPY:
             raise UnsupportedError(f"numpy has no elements of {dtype}; write them as float32: y.float()")
@@ -547,54 +534,19 @@ def _create_npy(part: Path, sink: ArraySink) -> None:
 
 def _create_hdf5(part: Path, sink: ArraySink) -> None:
     h5py = needed("h5py", "hdf5")
-    chunks = sink.chunks if 0 not in sink.shape else None
-    count = prod(-(-n // chunk) for n, chunk in zip(sink.shape, chunks, strict=True)) if chunks else 1
-    _check_space(
-        part, _HDF5_NBYTES + count * (prod(chunks or sink.shape) * sink.dtype.itemsize + _INDEX_NBYTES)
-    )
+    _check_space(part, _HDF5_NBYTES + prod(sink.shape) * sink.dtype.itemsize)
     with hdf5_lock(), hdf5_file(h5py, part, "x") as file:
         home, _, name = sink.name.rpartition("/")
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         # What is allocated has an offset, and ranks write to it without the library.
         plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        if chunks:
-            plan.set_chunk(chunks)
         kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
         h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
         dataset, axes = file[sink.name], sink.dimensions.axes or ()
         dataset.attrs.update(as_attributes(sink.dimensions))
         for d, text in enumerate(axes):
             dataset.dims[d].label = text
-
-
-@dataclass(frozen=True)
-class ChunkedHdf5:
-    """Writes boxes of a new dataset, all of whose chunks are allocated, by the offsets of these.
-
-    Several processes cannot have a file of HDF5 open for writing without its parallel build, which needs
-    MPI's files. But a dataset without filters, allocated when it is created, is arrays at offsets, one for
-    each chunk. The file is opened for reading to ask where these are, and their bytes are written beside it.
-    """
-
-    path: Path
-    name: str
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
-
-    def __setitem__(self, box: Slices, values: NDArray[Any]) -> None:
-        """Write one box."""
-        h5py = needed("h5py", "hdf5")
-        places = [range(each.start // n * n, each.stop, n) for each, n in zip(box, self.chunks, strict=True)]
-        with hdf5_lock(), hdf5_file(h5py, self.path) as file:
-            dataset = file[self.name].id
-            offsets = {at: dataset.get_chunk_info_by_coord(at).byte_offset for at in product(*places)}
-        target = Box(tuple((each.start, each.stop) for each in box))
-        for at, offset in offsets.items():
-            chunk = Box.of_shape(self.chunks).shift(at)
-            part = chunk & target
-            raw = RawArray(str(self.path), self.dtype, self.chunks, offset, on_hosts=True)
-            raw[part.slices(chunk)] = values[part.slices(target)]
 
 
 def _create_zarr(part: Path, sink: ArraySink) -> None:
@@ -620,14 +572,7 @@ def _opened_zarr(part: Path, sink: ArraySink) -> Any:
     return needed("zarr", "zarr").open_array(str(place), mode="r+")
 
 
-_HDF5 = _Kind(
-    _create_hdf5,
-    lambda part, sink: (
-        ChunkedHdf5(part, sink.name, sink.dtype, sink.chunks)
-        if sink.chunks
-        else hdf5(str(part), sink.name)[0]
-    ),
-)
+_HDF5 = _Kind(_create_hdf5, lambda part, sink: hdf5(str(part), sink.name)[0])
 _KINDS = {
     ".npy": _Kind(_create_npy, lambda part, _: npy(str(part), None)[0]),
     ".h5": _HDF5,

@@ -12,11 +12,12 @@ above.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from distdl_rma.errors import ArgumentError, DistdlError
@@ -53,13 +54,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="new .npy, .h5, .zarr or .ome.zarr; without it, the plan only"
     )
+    parser.add_argument(
+        "--device", metavar="TYPE", help="that computes, such as cuda: one for each rank of a host"
+    )
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="for slabs and what waits (8GiB)")
     parser.add_argument("--scratch", metavar="DIR", help="folder on a disk for what does not fit")
     parser.add_argument("--grid", metavar="N", help="blocks of the last dimensions, such as 8x1x1")
     parser.add_argument(
         "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
     )
-    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr or .h5: 64x64x64")
+    parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr: 64x64x64")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
 
 
@@ -82,6 +86,8 @@ def run(chosen: argparse.Namespace) -> int:
             model, post = (of_others.model, of_others.post) if of_others else (_model(chosen.model), None)
             if chosen.checkpoint is not None:
                 load_weights(chosen.checkpoint, model)
+            if chosen.device is not None:
+                _move(model, chosen.device, processes.place)
             if chosen.post is not None and not callable(post := _named(chosen.post)):
                 raise ArgumentError(f"predict: {chosen.post} is a {type(post).__name__!r}, and no function")
         source = chosen.source
@@ -147,22 +153,31 @@ def _model(text: str) -> nn.Module:
     return made
 
 
+def _move(model: nn.Module, text: str, place: int) -> None:
+    # To a device. Without its number, ranks of a host have one each, as far as there are so many.
+    import torch
+
+    try:
+        device = torch.device(text)
+        if ":" not in text and text != "cpu":
+            count = torch.get_device_module(device).device_count()
+            device = torch.device(device.type, place % max(1, count))
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"predict: --device {text}: {str(error).splitlines()[0]}") from error
+
+
 def _named(text: str) -> Any:
     # The object that MODULE:NAME means; modules of the present folder are found.
     module, _, name = text.partition(":")
     if not name or not module.replace(".", "").isidentifier() or module.startswith("."):
         raise ArgumentError(f"predict: {text!r} is not of the form module:function, without a path and .py")
     with _code_of_user(f"the module {module}"):
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            # A module that this one imports is missing: an error of the user's code, with its traceback.
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
+        if find_spec(package := module.partition(".")[0]) is None:
             raise ArgumentError(
-                f"predict: there is no module {error.name!r}; start the command in its folder, or set"
-                " PYTHONPATH"
-            ) from None
+                f"predict: there is no module {package!r}; start the command in its folder, or set PYTHONPATH"
+            )
+        found = import_module(module)
     if not hasattr(found, name):
         raise ArgumentError(f"predict: module {module!r} has no {name!r}")
     return getattr(found, name)

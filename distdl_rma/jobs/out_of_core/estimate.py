@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.jobs.out_of_core.inference import Inference, one_tensor, twin_of
+from distdl_rma.jobs.out_of_core.inference import Inference, device_of, fits_device, one_tensor, twin_of
 from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.layers.split.tensor import SplitTensor
@@ -99,7 +99,7 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         # torch's short cut through an attention is one function, whose memory would not be seen.
         torch.backends.mha.set_fastpath_enabled(False)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), live:
-            x = torch.empty(tuple(shape), dtype=dtype)
+            x = torch.empty(tuple(shape), dtype=dtype, device=device_of(model))
             y = _result_of(twin, post, x)
             return Needs(
                 tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)), live.calls
@@ -293,11 +293,14 @@ def are_independent(
         return False
 
     try:
-        run, x = _Run(model, post, crop, dtype, 0, _SAMPLE_RANKS), _random(crop, dtype)
-        with torch.no_grad():
+        run = _Run(model, post, crop, dtype, 0, _SAMPLE_RANKS)
+        with torch.no_grad(), fits_device(run.device, crop):
+            x = _random(crop, dtype).to(run.device)
             y, *alone = (_result_of(twin, post, each) for each in (x, *x.split(1)))
         silent = not (run.mailbox.wanted or run.mailbox.peak_nbytes)
         return silent and _are_near(y, torch.cat(alone), dtype)
+    except ConfigurationError:
+        raise
     except (RuntimeError, ValueError, AssertionError, IndexError):
         return False
 
@@ -305,11 +308,14 @@ def are_independent(
 def _are_near(y: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> bool:
     # Kernels round otherwise for more samples: by the type, and the largest element of the channel. So a few
     # classes are others.
-    types = [y.dtype, dtype, *[torch.get_autocast_dtype("cpu")] * torch.is_autocast_enabled("cpu")]
+    kind = y.device.type
+    types = [y.dtype, dtype, *[torch.get_autocast_dtype(kind)] * torch.is_autocast_enabled(kind)]
     floats = [each for each in types if each.is_floating_point or each.is_complex] or [torch.float32]
     rounded = min(_ROUNDED, _ULPS * max(torch.finfo(each).eps for each in floats))
     distance, share = (rounded, 0.0) if y.dtype in floats else (0.0, rounded)
-    y, alone = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (y, alone))
+    y, alone = (
+        each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (y.cpu(), alone.cpu())
+    )
     size = alone.nan_to_num(0, 0, 0).abs().amax([d for d in range(y.dim()) if d != 1], keepdim=True)
     near = torch.isclose(y / size, alone / size, rtol=0, atol=distance, equal_nan=True)
     return y.shape == alone.shape and float((~near).double().mean()) <= share

@@ -16,7 +16,9 @@ and the slabs follow each other: only the messages for later ranks stay of one t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from math import prod
 from typing import Any, cast
 
@@ -33,6 +35,7 @@ from distdl_rma.layers.model.entering import ModuleHook
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls import site
 from distdl_rma.layers.split.tensor import SplitTensor
+from distdl_rma.layers.sync.registry import not_on_one_device
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.virtual_ranks.comm import VirtualComm
@@ -73,9 +76,25 @@ def check_model(model: object) -> None:
                 f"predict: {path!r} is a {type(part).__name__} with ranks of its own; pass a model of plain"
                 " torch.nn layers"
             )
-    other = next((x for x in fixed_tensors(model).values() if x.device.type != "cpu"), None)
-    if other is not None:
-        raise ConfigurationError(f"predict: the model is on {other.device}; computes on the CPU: model.cpu()")
+    if found := not_on_one_device(model):
+        raise ConfigurationError(f"predict: {found}")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes."""
+    return next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+@contextmanager
+def fits_device(device: torch.device, shape: Sequence[int]) -> Iterator[None]:
+    """Context in which a full device is a ``ConfigurationError``, for a slab of this shape."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"predict: {device} has no memory left for a slab of {tuple(shape)}: {error}; free some there, or"
+            " choose smaller slabs by less memory= or more blocks in grid="
+        ) from error
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -116,7 +135,7 @@ class Inference:
     """
 
     def __init__(self, model: nn.Module, post: Callable[[Any], Any] | None, splits: Sequence[Split]) -> None:
-        self.model, self.post, self.splits = model, post, splits
+        self.model, self.post, self.splits, self.device = model, post, splits, device_of(model)
         self.count = prod(split.parts for split in splits)
 
     def read(self, box: Slices) -> torch.Tensor:
@@ -175,8 +194,10 @@ class Inference:
         self._running += 1
         try:
             twin = self._hooked()
-            with self._pages.running(comm.rank), torch.no_grad():
-                y = twin(SplitTensor(self.read(layout.slices()), layout))
+            box = layout.slices()
+            shape = [each.stop - each.start for each in box]
+            with self._pages.running(comm.rank), torch.no_grad(), fits_device(self.device, shape):
+                y = twin(SplitTensor(self.read(box).to(self.device), layout))
                 y = one_tensor(y if self.post is None else self.post(y))
                 self._check_unchanged()
                 del twin
@@ -225,10 +246,10 @@ class Inference:
     def _write(self, rank: int, y: torch.Tensor) -> None:
         if not isinstance(y, SplitTensor):
             if rank == self._mailbox.first:
-                self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach())
+                self.write(rank, tuple(slice(0, n) for n in y.shape), y.detach().cpu())
             return
         if (layout := self.layout_of_result(y.decomposition)) != y.decomposition:
             y = y.redistribute(layout=layout)
         layout = y.decomposition
         if rank in layout.one_copy().partition and not layout.box(rank).empty:
-            self.write(rank, layout.slices(), y.to_local())
+            self.write(rank, layout.slices(), y.to_local().cpu())

@@ -86,9 +86,7 @@ def _makes_memory(func: Any) -> bool:
 def _tensors(found: Any) -> Iterable[torch.Tensor]:
     if type(found) in (tuple, list):
         return (y for each in found for y in _tensors(each))
-    ordinary = (
-        isinstance(found, torch.Tensor) and found.layout == torch.strided and found.device.type == "cpu"
-    )
+    ordinary = isinstance(found, torch.Tensor) and found.layout == torch.strided and not found.is_meta
     return (found,) if ordinary else ()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -86,6 +87,42 @@ class _Block(_Page):
         self.storage.resize_(self.nbytes)
         self.out = False
         return self.bytes
+
+    def end_wait(self) -> None:
+        """Give the rank its memory, which is here."""
+
+
+class _BlockOfDevice(_Block):
+    """Memory of a device, which is in the host's while its rank waits, and goes to the disk from there.
+
+    Not pinned: torch rounds pinned memory up, and keeps it when it is free.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)
+        self.make_room().copy_(self._there())
+        storage.resize_(0)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self._here
+
+    def leave(self, scratch: Scratch) -> None:
+        del self._here
+
+    def make_room(self) -> torch.Tensor:
+        # By numpy, so that nobody takes it for memory that the rank has made.
+        self._here, self.out = torch.from_numpy(np.empty(self.nbytes, np.uint8)), False
+        return self._here
+
+    def end_wait(self) -> None:
+        self.storage.resize_(self.nbytes)
+        self._there().copy_(self._here)
+        del self._here
+
+    def _there(self) -> torch.Tensor:
+        place = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return place.set_(cast(Any, self.storage), 0, (self.nbytes,), (1,))
 
 
 class _Mail(_Page):
@@ -225,6 +262,7 @@ class Pages:
         self._running = rank
         for block in self._waiting.pop(rank, []):
             self._bring_back(block)
+            block.end_wait()
         self._read_ahead()
 
     def store(self, parcel: Parcel, receiver: int) -> None:
@@ -251,8 +289,8 @@ class Pages:
             return []
         shown, least = {each.storage for each in SHOWN}, 0 if self._counts else _SMALLEST_NBYTES
         return [
-            _Block(storage)
-            for storage in alive.storages()
+            _Block(storage) if storage.device.type == "cpu" else _BlockOfDevice(storage)
+            for storage in [*alive.storages()]
             if storage.nbytes() >= least and storage.resizable() and storage._cdata not in shown
         ]
 

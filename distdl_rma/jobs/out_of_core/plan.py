@@ -26,7 +26,7 @@ not even the smallest slabs fit, the plan is refused with the least memory that 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import gcd, lcm, prod
@@ -49,7 +49,7 @@ from distdl_rma.jobs.out_of_core.estimate import (
 )
 from distdl_rma.layers.sources.chunks import chunks_of, fetched_of
 from distdl_rma.layers.sources.reading import read_box
-from distdl_rma.layers.split.entry import grid_for
+from distdl_rma.layers.split.entry import blocks_of
 from distdl_rma.segments.options import size_text
 
 _LEADING = 2
@@ -459,19 +459,12 @@ class _Costs(NamedTuple):
 
 
 def _blocks(grid: Any, dims: int) -> tuple[int, ...]:
-    # The numbers of blocks of a user's grid.
-    numbers: Sequence[Any] = ()
-    if isinstance(grid, str):
-        numbers = [int(part) if part.strip().isdecimal() else 0 for part in grid.lower().split("x")]
-    elif isinstance(grid, Mapping):
-        numbers = list(grid.values())
-    elif isinstance(grid, Sequence):
-        numbers = list(grid)
-    if not numbers or not all(type(n) is int and n > 0 for n in numbers):
+    # The numbers of blocks of a user's grid; none is left open, by -1, for a number of ranks.
+    shape = blocks_of(grid, dims, 0)
+    if shape is None or min(shape) < 1:
         raise ArgumentError(
             f"predict: a grid has the numbers of blocks, such as {{'H': 8}}, (4, 4) or '4x4', got {grid!r}"
         )
-    shape = grid_for(grid, None, dims, tuple(range(prod(numbers)))).shape
     if shape[0] > 1 or shape[1] > 1:
         raise ArgumentError(f"predict: a grid cuts spatial dimensions, got {grid!r}")
     return shape

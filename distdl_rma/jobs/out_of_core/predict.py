@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,12 +39,12 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.jobs.data.read_ahead import boxes_ahead
 from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.prepared import Prepared
 from distdl_rma.jobs.out_of_core.processes import Processes
-from distdl_rma.jobs.out_of_core.read_ahead import ReadAhead
 from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
@@ -84,7 +84,8 @@ def predict(
     Parameters
     ----------
     model
-        Any module of torch on the CPU, with inputs ``(batch, channels, *spatial)``.
+        Any module of torch on one device, with inputs ``(batch, channels, *spatial)``. Slabs are computed on
+        its device; what waits is on the host.
     source
         A path for :func:`open_array`, or an array of its kinds: ``(*spatial)``, ``(channels, *spatial)`` or
         ``(batch, channels, *spatial)``, by the spatial dimensions of the model's convolutions. Samples are
@@ -95,7 +96,8 @@ def predict(
         ``sink[box] = array``, of which that of the first process gets all boxes; None to return a tensor.
     memory
         What each process may need beside the memory that it has already, for slabs, messages, what waits and
-        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it.
+        a result that is returned: bytes, or text such as ``"8GiB"``. The number of slabs follows from it. It
+        holds for host and device together.
     post
         Called with the result of the model, which it may reduce before it is written:
         ``lambda y: y.argmax(1).to(torch.uint8)``. It gets and returns split tensors.
@@ -109,18 +111,19 @@ def predict(
         Communicator of the processes that predict together, COMM_WORLD if None; COMM_SELF for a process
         alone. All of them make the same call.
     chunks
-        Of a new file of Zarr or HDF5, for its last dimensions, and 1 for others. Where the result has the
+        Of a new file of Zarr, for its last dimensions, and 1 for others. Where the result has the
         extents of the source, the file also says of its axes what the source does: names, spacing, units.
 
     Returns
     -------
     torch.Tensor or None
-        The result if ``sink`` is None. It has a batch dimension if the source has one.
+        The result if ``sink`` is None, on the host. It has a batch dimension if the source has one.
 
     Raises
     ------
     ConfigurationError
-        If the memory or the disk is too small, or the model is distributed.
+        If the memory, the disk or that of the device is too small, or the model is distributed or on two
+        devices.
     UnsupportedError
         If a function of the model cannot be split, and in a virtual rank.
     ShapeError, ArgumentError
@@ -159,6 +162,7 @@ def predict(
             key = key_of(plan, digest, job.source)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
+            facts |= {"the type of the device": job.device.type}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
@@ -273,7 +277,7 @@ class Prediction(Inference):
         )
         cut = max(range(grid.dim), key=lambda d: plan.grid[d]) - grid.dim + len(self.source.shape)
         ahead = plan.ahead_nbytes > 0
-        with ReadAhead(self.source, places, ahead, cut, plan.fetched_rows) as self._boxes:
+        with closing(boxes_ahead(self.source, places, ahead, cut, plan.fetched_rows)) as self._boxes:
             for sample in samples:
                 self._run_sample(sample, begin.of(sample))
 
@@ -309,7 +313,7 @@ class Prediction(Inference):
     def read(self, box: Slices) -> torch.Tensor:
         """The block of a box of the sample, in the model's type."""
         with of_disk(label(self.source)):
-            found = self._boxes.take()
+            found = next(self._boxes)
         return self._converted(found).view([each.stop - each.start for each in box])
 
     def write(self, rank: int, box: Slices, block: torch.Tensor) -> None:
@@ -431,7 +435,7 @@ class Predictor:
     comm: Any = None
 
     def __call__(self, inputs: torch.Tensor, network: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The result of a network for inputs (batch, channels, *spatial) in memory; blocking.
+        """The result of a network for inputs (batch, channels, *spatial), on their device; blocking.
 
         ``ConfigurationError`` if the network is no module, ``ArgumentError`` if it gets further arguments;
         other errors as :func:`predict`.
@@ -450,4 +454,4 @@ class Predictor:
         source = inputs.detach().as_subclass(torch.Tensor)
         options = {field.name: getattr(self, field.name) for field in fields(Predictor)}
         y = predict(network, source, **options)
-        return torch.empty(0) if y is None else y
+        return torch.empty(0) if y is None else y.to(inputs.device)

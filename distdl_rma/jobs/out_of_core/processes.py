@@ -43,7 +43,10 @@ class Processes:
         self.rank, self.size = self._comm.rank, self._comm.size
         self.first = self.rank == 0
         self._machine = Machine.on(self._comm) if self.size > 1 else None
-        self.hosts = 1 if self._machine is None else len(self._machine.segments.segment.nodes)
+        nodes = ((0,),) if self._machine is None else self._machine.segments.segment.nodes
+        self.hosts = len(nodes)
+        #: Which one of the processes of its host this is.
+        self.place = next(node.index(self.rank) for node in nodes if self.rank in node)
 
     def plays(self, rank: int) -> bool:
         """Whether a virtual rank is one of this process."""

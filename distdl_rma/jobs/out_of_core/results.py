@@ -28,16 +28,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, DataError, ShapeError, UnsupportedError
+from distdl_rma.errors import ArgumentError, DataError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.jobs.data.sinks import ArraySink, aligned, array_of_one
+from distdl_rma.jobs.data.sinks import ArraySink, aligned, new_array, numpy_dtype
+from distdl_rma.jobs.out_of_core.inference import device_of
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
-from distdl_rma.layers.dtypes import NUMPY, as_numbers, flat_bytes
+from distdl_rma.layers.dtypes import as_numbers, flat_bytes
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_image
 from distdl_rma.layers.sources.hdf5 import hdf5_lock
 from distdl_rma.layers.sources.reading import label
@@ -57,12 +57,13 @@ def digest_of(model: nn.Module) -> str:
 
     Code of modules is not part of it, but their ``repr``, which has their options.
     """
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else ""
+    kind = device_of(model).type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
     found = blake2b(f"{model!r}{autocast}".encode(), digest_size=16)
     for name, x in model.state_dict().items():
         found.update(f"{name} {tuple(x.shape) if isinstance(x, torch.Tensor) else x}".encode())
         if isinstance(x, torch.Tensor):
-            found.update(flat_bytes(x).numpy().data)
+            found.update(flat_bytes(x).cpu().numpy().data)
     return found.hexdigest()
 
 
@@ -213,7 +214,7 @@ class Results:
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
-            self._sink = self._file = array_of_one(sink, self._shape, plan.dtype, plan.chunks, **made)
+            self._sink = self._file = new_array(sink, self._shape, plan.dtype, plan.chunks, **made)
             # Boxes, and messages of their rests, depend on the chunks.
             self._key += str(self._file.chunks)
             self._folder = Path(f"{self._file.path}.progress")
@@ -331,16 +332,7 @@ class Results:
             )
         if isinstance(sink, torch.Tensor) and sink.dtype == self._plan.dtype:
             return
-        if self._plan.dtype not in NUMPY:
-            raise UnsupportedError(
-                f"predict: numpy has no elements of {self._plan.dtype}; convert them by post="
-            )
-        wanted = NUMPY[self._plan.dtype]
-        found = (
-            NUMPY.get(dtype)
-            if isinstance(dtype, torch.dtype)
-            else np.dtype(getattr(dtype, "numpy_dtype", dtype))
-        )
+        wanted, found = numpy_dtype(self._plan.dtype), numpy_dtype(dtype)
         if found != wanted:
             raise ShapeError(
                 f"predict: {label(sink)} has elements of {found}, the result of {wanted}; convert it by post="

@@ -28,6 +28,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -119,9 +120,8 @@ class Region:
     ``Scratch.write`` makes it. It holds no reference to its file, or a file would live as long as its
     regions, and these would live as long as the graph that a step has left behind.
 
-    The thread sets ``_source`` to None behind the write, and moves ``_stage`` on to "reading" and "here"; the
-    owner does all else. Both do so under the lock of the file, and wake who waits for it; but ``free`` does
-    not, which must never wait.
+    The thread sets ``_source`` to None behind the write, under the lock of the file, and wakes who waits for
+    it; and ends ``_ahead``. The owner does all else. ``free`` takes no lock, since it must never wait.
     """
 
     def __init__(self, source: torch.Tensor, extents: list[Extent]) -> None:
@@ -132,9 +132,9 @@ class Region:
         self._freed = False
         # The bytes to write, until they are in the file.
         self._source: torch.Tensor | None = source
-        # Where a prefetch puts them, and how far it is: "asked", "reading", "here"; "" if there is none.
+        # Where a prefetch puts them, and its end; None if there is none.
         self.into: torch.Tensor | None = None
-        self._stage = ""
+        self._ahead: Future[None] | None = None
 
 
 class Scratch:
@@ -270,16 +270,18 @@ class Scratch:
         prefetch at a time: a second one replaces the first, or waits if that is being read.
         """
         self._check_open()
-        with self._changed:
-            self._changed.wait_for(lambda: region._stage != "reading")
-            region.into, region._stage = into, "asked"
-        self._jobs.put(partial(self._prefetch, region))
+        self.cancel(region)
+        region.into, region._ahead = into, Future()
+        self._jobs.put(partial(self._prefetch, region, region._ahead))
 
-    def cancel(self, region: Region) -> None:
-        """Give up the prefetch of a region, if there is one, and the tensor that it fills."""
-        with self._changed:
-            self._changed.wait_for(lambda: region._stage != "reading")
-            region.into, region._stage = None, ""
+    def cancel(self, region: Region) -> bool:
+        """Give up the prefetch of a region, if there is one, and its tensor; returns whether that is filled.
+
+        One that has begun is waited for.
+        """
+        ahead, region.into, region._ahead = region._ahead, None, None
+        # An error is raised by ``read``, which tries again.
+        return ahead is not None and not ahead.cancel() and ahead.exception() is None
 
     def read(self, region: Region, into: torch.Tensor) -> None:
         """Fill a contiguous tensor of the region's size by its bytes; blocking, as often as wanted.
@@ -296,13 +298,8 @@ class Scratch:
             If the file cannot be read.
         """
         self._check_open()
-        with self._changed:
-            if region.into is into:
-                self._changed.wait_for(lambda: region._stage != "reading")
-                done, region.into, region._stage = region._stage == "here", None, ""
-                if done:
-                    return
-        self._fetch(region, into)
+        if not (region.into is into and self.cancel(region)):
+            self._fetch(region, into)
 
     def free(self, region: Region) -> None:
         """Give the space of a region back; idempotent, never blocks. What is not written yet never is."""
@@ -318,12 +315,6 @@ class Scratch:
             self._changed.notify_all()
         if self._thread is not threading.current_thread() and os.getpid() == self._process:
             self._thread.join()
-
-    def __enter__(self) -> Scratch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -358,21 +349,16 @@ class Scratch:
             write_at(self._file, part, at)
             self.written_nbytes += len(part)
 
-    def _prefetch(self, region: Region) -> None:
-        with self._changed:
-            into = region.into
-            if region._stage != "asked" or into is None or region._freed or self.closed:
-                return
-            region._stage = "reading"
+    def _prefetch(self, region: Region, ahead: Future[None]) -> None:
+        # The owner sets ``into`` to None before it cancels, and no other one before that.
+        into = region.into
+        if into is None or region._freed or self.closed or not ahead.set_running_or_notify_cancel():
+            return
         try:
             self._fetch(region, into)
-            stage = "here"
-        except Exception:  # noqa: BLE001
-            # ``read`` tries again, and raises.
-            stage = ""
-        with self._changed:
-            region._stage = stage
-            self._changed.notify_all()
+            ahead.set_result(None)
+        except Exception as error:  # noqa: BLE001
+            ahead.set_exception(error)
 
     def _fetch(self, region: Region, into: torch.Tensor) -> None:
         target, source = into.view(-1).view(torch.uint8), region._source
@@ -436,12 +422,9 @@ def _in_memory(folder: Path) -> str:
     """Type of the file system of a folder if that lies in memory, else an empty text."""
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    mounts = ""
     # Unreadable, or no file number is left: it is for a warning only.
     with suppress(OSError):
-        mounts = Path("/proc/self/mountinfo").read_text()
-    for line in mounts.splitlines():
-        fields = line.split()
-        if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
-            return kind
+        for fields in map(str.split, Path("/proc/self/mountinfo").read_text().splitlines()):
+            if fields[2] == device and (kind := fields[fields.index("-") + 1]) in _IN_MEMORY:
+                return kind
     return ""

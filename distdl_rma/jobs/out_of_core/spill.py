@@ -39,6 +39,7 @@ from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
 from distdl_rma.layers.ops.core.autograd import keeps_values
 from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.split import SplitTensor
+from distdl_rma.layers.staging import Descent
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.options import parse_size
@@ -70,6 +71,9 @@ class spill:  # noqa: N801
     is written once, whatever views of it are saved; one that is still alive in the backward is not read. The
     file has no name: nothing stays of it, however the process ends. It is the memory of this rank alone, so
     ``folder`` lies on a disk of its own host.
+
+    Tensors of a device are copied to the host first, and come back to the device in the backward. So the
+    device has, of what is saved, what is smaller or needed at once.
 
     It goes with models of plain tensors and with distributed ones, with ``torch.utils.checkpoint``, whose
     inputs are on disk then, with ``retain_graph`` and ``create_graph``. The backward may also run behind the
@@ -237,7 +241,10 @@ class spill:  # noqa: N801
             if 2 * (end - begin) >= storage.nbytes():
                 begin, end = 0, storage.nbytes()
             begin -= begin % _ALIGNED
-            part = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,))
+            part = torch.empty(0, dtype=torch.uint8, device=x.device)
+            part.set_(storage, begin, (end - begin,), (1,))
+            if not x.is_cpu:
+                part = torch.from_numpy(Descent([part]).wait()[0])
             try:
                 region = scratch.write(part)
             except DataError as error:
@@ -245,7 +252,8 @@ class spill:  # noqa: N801
                     raise
                 self._problem = self._problem or error
                 return _Kept.of(x)
-            piece = _Piece(scratch, region, self._pool, StorageWeakRef(storage), begin, x._version)
+            alive = StorageWeakRef(storage)
+            piece = _Piece(scratch, region, self._pool, alive, begin, x._version, x.device)
             self._pieces[key] = piece
         number = next(self._numbers)
         saved = self._saved[number] = _Saved(x, piece, number)
@@ -331,8 +339,9 @@ class _Piece:
         origin: StorageWeakRef,
         begin: int,
         version: int,
+        device: torch.device,
     ) -> None:
-        self._scratch, self._region, self._pool = scratch, region, pool
+        self._scratch, self._region, self._pool, self._device = scratch, region, pool, device
         self.begin, self.end, self.version = begin, begin + region.nbytes, version
         # As long as this refers to the storage, no other one has its address.
         self._origin = origin
@@ -363,6 +372,8 @@ class _Piece:
         if self._buffer is None:
             self._buffer = self._pool.empty((self._region.nbytes,), torch.uint8)
         self._scratch.read(self._region, self._buffer)
+        # Of memory of a device, the host's is needed no longer.
+        self._buffer = self._buffer.to(self._device)
         storage = self._buffer.untyped_storage()
         self._loaded = StorageWeakRef(storage)
         return storage, self.begin
@@ -388,7 +399,8 @@ class _Saved:
     def tensor(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
         """The tensor in a storage that begins with byte ``begin`` of its own."""
         offset = self.offset - begin // self.dtype.itemsize
-        x = torch.empty(0, dtype=self.dtype).set_(storage, offset, self.shape, self.strides)
+        x = torch.empty(0, dtype=self.dtype, device=storage.device)
+        x.set_(storage, offset, self.shape, self.strides)
         conjugated, negated = self.marks
         x = x.conj() if conjugated else x
         return torch._neg_view(x) if negated else x
@@ -398,7 +410,8 @@ def _can_wait(x: torch.Tensor) -> bool:
     """Whether the memory of a tensor is an ordinary one that may become free."""
     base = x if x._base is None else x._base
     parameter = isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
-    ordinary = type(x) is torch.Tensor and x.layout is torch.strided and x.device.type == "cpu"
+    stored = torch._C._has_storage(x) and not x.is_meta
+    ordinary = type(x) is torch.Tensor and x.layout is torch.strided and stored
     return ordinary and not parameter and not x.is_quantized and x.numel() > 0
 
 

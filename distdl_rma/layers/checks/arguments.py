@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from distdl_rma.layers.dtypes import as_words, is_readable
+from distdl_rma.layers.staging import down
 
 # Types whose values are compared without conversion.
 SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None)})
@@ -164,12 +165,13 @@ def sample_of(x: torch.Tensor, at: int = 0) -> bytes:
     if not dims or total <= _SAMPLED or x.is_contiguous():
         flat = x.detach().reshape(-1)
         stride = max(1, total // _SAMPLED)
-        # Numpy gets a clone, since torch cannot resize memory again that numpy has seen.
-        return as_words(flat[at % stride :: stride].to("cpu", copy=True)).tobytes()
-    # ``reshape`` would copy the whole tensor.
-    steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
-    some = x.detach()[tuple(slice(at % step, None, step) for step in steps)]
-    return as_words(some.to("cpu", copy=True)).tobytes()
+        some = flat[at % stride :: stride]
+    else:
+        # ``reshape`` would copy the whole tensor.
+        steps = [ceil(n / _SAMPLED ** (1 / dims)) for n in x.shape]
+        some = x.detach()[tuple(slice(at % step, None, step) for step in steps)]
+    # Numpy gets a clone, since torch cannot resize memory again that numpy has seen.
+    return as_words((some if some.is_cpu else down(some)).clone()).tobytes()
 
 
 def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
@@ -182,7 +184,7 @@ def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
         return str(x.dtype), sample_of(x)
     flat = x.detach().reshape(-1)
     if not (x.is_floating_point() or x.is_complex()):
-        return "torch.int64", crc32(as_words(flat.to("cpu", copy=True)).tobytes()).to_bytes(8, sys.byteorder)
+        return "torch.int64", crc32(as_words(down(flat).clone()).tobytes()).to_bytes(8, sys.byteorder)
     if x.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     sums = torch.zeros(_SAMPLED, dtype=torch.float64, device=flat.device)
@@ -192,7 +194,7 @@ def summary_of(x: torch.Tensor) -> tuple[str, bytes]:
         finite = part.double().nan_to_num(3.0, 5.0, -7.0)
         rows = nn.functional.pad(finite, (0, -len(part) % _SAMPLED)).view(-1, _SAMPLED)
         sums += (1 + at / _ROWS) * (weights[: len(rows)] * rows).sum(0)
-    return _SUMS, sums.cpu().numpy().tobytes()
+    return _SUMS, down(sums).numpy().tobytes()
 
 
 def values_of(form: str, data: bytes) -> list[float]:

@@ -39,6 +39,7 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.checks.arguments import are_close
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import as_words
+from distdl_rma.layers.staging import down
 from distdl_rma.segments.machine import Machine
 
 # Whether the running backward executes a node; torch's multi-gradient hooks use this function too.
@@ -290,7 +291,7 @@ class GradientCheck:
         """Add a gradient of the running backward."""
         flat = gradient.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLED)][: 2 * _SAMPLED]
-        some = some if some.is_cpu else some.cpu()
+        some = some if some.is_cpu else down(some)
         values = (torch.view_as_real(some).reshape(-1) if some.is_complex() else some).tolist()
         self._number = crc32(as_words(some.contiguous()).tobytes(), self._number)
         self.last.append((what, values))

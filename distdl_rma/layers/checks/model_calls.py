@@ -51,6 +51,7 @@ from distdl_rma.layers.checks.arguments import (
     values_of,
 )
 from distdl_rma.layers.dtypes import as_words, is_readable
+from distdl_rma.layers.staging import down, explain_memory
 from distdl_rma.segments.consensus import Consensus, gather_words
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import LOST, append_state
@@ -132,9 +133,15 @@ class Calls:
         if checked:
             self._number = at = self._number + 1
             trace.at, trace.met = at, self._met
-            numbers = [check.number() for check in self._checks]
-            if inputs:
-                numbers += [crc32(sample_of(x, at)) for x in inputs]
+            try:
+                numbers = [check.number() for check in self._checks]
+                if inputs:
+                    numbers += [crc32(sample_of(x, at)) for x in inputs]
+            except Exception as error:
+                # Of this rank alone, as for want of memory on its device: the others wait already.
+                explain_memory(error, self._name, inputs)
+                self._machine.fail(error)
+                raise
             sign = hash(tuple(numbers))
         try:
             self._open = self._consensus.alike(self._title, _BEGUN, hash(facts), sign)
@@ -190,6 +197,7 @@ class Calls:
         if machine.closed or isinstance(error, _KNOWN) or not begun:
             return
         machine.labels.make_readable(error) if isinstance(error, Exception) else None
+        explain_memory(error, self._name)
         if not isinstance(error, _AT_ONCE):
             words = _RAISED, trace.number, len(trace.steps)
             try:
@@ -261,7 +269,7 @@ def equal_on_all_ranks(
     machine: Machine, ranks: Sequence[int], tensors: Sequence[torch.Tensor], what: str
 ) -> None:
     """Raise ``MismatchError`` if plain tensors differ between ``ranks``; blocking, collective over these."""
-    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(x.cpu().contiguous()).tobytes()) for x in tensors]
+    mine = [fingerprint(tuple(x.shape), x.dtype, as_words(down(x).contiguous()).tobytes()) for x in tensors]
     for rank, theirs in gather_words(machine.segments, mine, what, ranks).items():
         if theirs != mine:
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors)

@@ -18,18 +18,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distdl_rma.errors import ConfigurationError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.dtypes import as_words
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.tensor import SplitTensor
-from distdl_rma.segments.consensus import gather_words
+from distdl_rma.layers.staging import down
+from distdl_rma.layers.sync.registry import not_on_one_device
+from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
@@ -82,7 +84,6 @@ class Comparison:
     """Result of ``compare``; ``print`` shows the verdict and the worst rows, ``table`` has all.
 
     ``differences`` are in the order of the computation. ``drifted`` names tensors that differ between ranks.
-    ``hint`` says if the model alone may be the wrong one.
 
     Examples
     --------
@@ -94,7 +95,6 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
     drifted: list[str] = field(default_factory=list)
-    hint: str = ""
 
     @property
     def equal(self) -> bool:
@@ -115,7 +115,6 @@ class Comparison:
         lines = [f"all {all_of_them} tensors are equal up to rounding"]
         if wrong:
             lines = [f"{len(wrong)} of {all_of_them} tensors differ, the first: {wrong[0]}"]
-        lines += [self.hint] if self.hint else []
         lines.append(f"not alike on all ranks: {', '.join(self.drifted) or 'nothing'}")
         worst = sorted(self.differences, key=lambda each: (each.equal, -each.error / (each.tolerance or 1)))
         return "\n".join([*lines, self._rows(worst[:_WORST]), "(the worst rows; table() has all of them)"])
@@ -148,10 +147,12 @@ def compare(
     ----------
     alone
         The same model, not distributed, with the same names of parameters and buffers; gets their values.
+        It is on the device of ``split``, or on the CPU, by whose generator split tensors draw.
     split
         The model that ``distribute`` made.
     inputs
-        A tensor, or a tuple of arguments; whole, equal on all ranks. Gradients of cut ones are compared.
+        A tensor, or a tuple of arguments; whole, equal on all ranks, on the device of ``split``. Gradients of
+        cut ones are compared.
     targets, loss_fn
         The loss is ``loss_fn(output, targets)``, or ``loss_fn(output)`` without targets. Without a function
         it is the sum of the outputs' mean squares.
@@ -162,6 +163,11 @@ def compare(
     -------
     Comparison
         Equal on all ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks, with both devices, if a model or an input is on another one on some rank.
 
     Examples
     --------
@@ -175,15 +181,21 @@ def compare(
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     found = Comparison()
     handle: Any = split.distributed
+    home, failed = handle.machine, ConfigurationError
+    with together(home, home.ranks, "compare", failed=failed):
+        there, device = _devices(alone, split, (arguments, targets))
+    # Seeds are those of all generators.
+    drawn = {} if device.type == "cpu" else {"device_type": device.type}
+    forked = torch.random.fork_rng([device.index] if drawn else (), **drawn)
     # Differences between ranks are reported, so the models' own checks must not raise.
-    with handle.unchecked(), _unchanged(alone), _unchanged(split), torch.random.fork_rng(devices=()):
+    with handle.unchecked(), _unchanged(alone), _unchanged(split), forked:
         _take_values(alone, split)
         expected: dict[tuple[str, int], list[torch.Tensor]] = {}
         # Clones, since later functions may change an output in place.
         with _outputs(
             alone, lambda path, at, ys: expected.update({(path, at): [y.detach().clone() for y in ys]})
         ):
-            given = _step(alone, arguments, targets, loss_fn, seed)
+            given = _step(alone, arguments, targets, loss_fn, seed, there)
 
         def check(path: str, at: int, ys: list[torch.Tensor]) -> None:
             wanted = expected.get((path, at), [])
@@ -195,7 +207,7 @@ def compare(
                 found.differences.append(_difference("output", name, y, other))
 
         with _outputs(split, check):
-            mine = _step(split, arguments, targets, loss_fn, seed)
+            mine = _step(split, arguments, targets, loss_fn, seed, device)
         found.differences.append(_difference("loss", "the step", mine[0], given[0]))
         for at, (x, other) in enumerate(zip(mine[1], given[1], strict=True)):
             if other.grad is not None and isinstance(x, SplitTensor):
@@ -206,27 +218,52 @@ def compare(
             if p.grad is not None or gradients.get(name) is not None:
                 scale = scales.get(name.rpartition(".")[0], 0.0)
                 found.differences.append(_difference("gradient", name, gradients.get(name), p.grad, scale))
-        found.hint = _hint(alone, expected, found)
         buffers = dict(split.named_buffers())
         for name, buffer in alone.named_buffers():
             found.differences.append(_difference("buffer", name, buffers.get(name), buffer))
         held = dict(split.named_parameters()) | buffers
         held |= {f"gradient of {name}": g for name, g in gradients.items() if g is not None}
         held["the generator of random numbers"] = torch.get_rng_state()
-        found.drifted = _drifted(split.distributed.machine, held)  # type: ignore[union-attr,arg-type]
+        found.drifted = _drifted(home, held)
     return found
 
 
+def _devices(alone: nn.Module, split: nn.Module, given: Any) -> tuple[torch.device, torch.device]:
+    # Where the model alone computes, and where the distributed one does.
+    of_models = []
+    for name, model in (("alone", alone), ("that is distributed", split)):
+        if problem := not_on_one_device(model):
+            raise ConfigurationError(f"compare: in the model {name}, {problem}")
+        of_models.append([x.device for x in chain(model.parameters(), model.buffers())][:1])
+    of_tensors = [x.device for x in tensors_in(given)]
+    here = next(iter((*of_models[1], *of_tensors)), torch.device("cpu"))
+    there = next(iter(of_models[0]), here)
+    others = [("an input or target", device) for device in of_tensors]
+    others += [] if there.type == "cpu" else [("the model alone", there)]
+    for name, device in others:
+        if device != here:
+            raise ConfigurationError(
+                f"compare: {name} is on {device}, but the distributed model on {here}: move it there"
+            )
+    return there, here
+
+
 def _step(
-    model: nn.Module, arguments: tuple[Any, ...], targets: Any, loss_fn: Callable[..., Any] | None, seed: int
+    model: nn.Module,
+    arguments: tuple[Any, ...],
+    targets: Any,
+    loss_fn: Callable[..., Any] | None,
+    seed: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     # Returns the loss, and the floating-point inputs as leaves.
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     leaves: list[torch.Tensor] = []
+    targets = mapped(lambda x: x.to(device), targets)
 
     def leaf(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().clone()
+        x = x.detach().to(device, copy=True)
         if x.is_floating_point() or x.is_complex():
             leaves.append(x.requires_grad_())
         return x
@@ -263,7 +300,8 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
     if found is None or expected is None:
         return Difference(what, name, problem="has none here" if found is None else "only here")
     mine = found.full_tensor() if isinstance(found, SplitTensor) else found
-    mine, other = mine.detach(), expected.detach()
+    other = expected.detach()
+    mine = mine.detach().to(other.device)
     shape = tuple(other.shape)
     if tuple(mine.shape) != shape or not other.numel():
         problem = "" if tuple(mine.shape) == shape else f"has shape {tuple(mine.shape)}"
@@ -282,26 +320,6 @@ def _difference(what: str, name: str, found: Any, expected: Any, least: float = 
         where = tuple((first, last + 1) for first, last in ends)
     error = float(apart.nan_to_num(posinf=float("inf")).max())
     return Difference(what, name, shape, error, scale, tolerance, where)
-
-
-def _hint(alone: nn.Module, outputs: dict[tuple[str, int], list[torch.Tensor]], found: Comparison) -> str:
-    # Names a batch norm of one sample at which gradients begin to differ: torch itself may be wrong there.
-    if found.first is None or "gradient" not in found.first.what:
-        return ""
-    wrong = [each.name for each in found.differences if each.what == "gradient" and not each.equal]
-    differ = {name.rpartition(".")[0] for name in wrong}
-    modules = dict(alone.named_modules())
-    for (path, _), ys in reversed(outputs.items()):
-        norm = modules[path]
-        if isinstance(norm, _BatchNorm) and norm.training and ys[0].shape[0] == 1 and ys[0].dim() > 2:
-            if path in differ or not norm.affine:
-                return (
-                    f"{path} is a batch norm of one sample, whose gradients torch itself computes wrongly for"
-                    " some layouts: the model alone may be wrong, see docs/sharp-bits.md#where-torch-is-wrong"
-                )
-        elif path in differ:
-            break
-    return ""
 
 
 @contextmanager
@@ -356,6 +374,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 def _drifted(machine: Machine, held: Mapping[str, torch.Tensor]) -> list[str]:
     # Names of tensors that differ between ranks.
-    mine = {name: fingerprint(as_words(x.detach().cpu().contiguous()).tobytes()) for name, x in held.items()}
+    mine = {name: fingerprint(as_words(down(x.detach()).contiguous()).tobytes()) for name, x in held.items()}
     everyone = gather_words(machine.segments, mine, "compare (state of the ranks)").values()
     return [name for name in held if len({each.get(name) for each in everyone}) > 1]

@@ -63,7 +63,7 @@ from distdl_rma.layers.ops.core.autograd import (
     tracer,
     uncompiled,
 )
-from distdl_rma.layers.ops.core.tensors import problem_with
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, problem_with
 from distdl_rma.layers.split.calls import site
 from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN, Backwards
 from distdl_rma.layers.split.calls.signatures import tensors_in
@@ -73,7 +73,7 @@ from distdl_rma.layers.split.layout import balanced, described
 from distdl_rma.layers.split.plain_operands import beside
 from distdl_rma.layers.split.shard import Grid, shard
 from distdl_rma.layers.split.tensor import SplitTensor
-from distdl_rma.layers.staging import refuse_autocast
+from distdl_rma.layers.staging import AUTOCASTING, refuse_autocast
 from distdl_rma.layers.sync.gradient_groups import Owner
 from distdl_rma.layers.sync.gradients import GradientSync
 from distdl_rma.layers.sync.registry import REDUCTIONS, ModuleWatch, not_on_one_device
@@ -316,17 +316,17 @@ class Distributed:
         return self._inputs(arguments, in_graph).arguments
 
     def _inputs(self, arguments: Any, in_graph: bool) -> Inputs:
-        dims = self._cut_dims(tensors_in(arguments))
+        dims, first = self._cut_dims(tensors_in(arguments)), self._first
 
         def changed(x: torch.Tensor) -> torch.Tensor:
             if x.dim() != dims or isinstance(x, SplitTensor):
                 return x
             partition = self.partition(dims)
-            problem = problem_with(x, what := f"an input of shape {tuple(x.shape)}", on_device=True)
-            if not problem and self._first is not None and x.device != self._first.device:
-                problem = f"{what} is on {x.device}, but the model is on {self._first.device}"
+            problem = problem_with(x, f"an input of shape {tuple(x.shape)}")
             if problem:
                 raise ShapeError(f"{self._name}: {problem}")
+            if first is not None and x.device != first.device:
+                raise ShapeError(self._elsewhere(x, first.device))
             if not x.is_cpu:
                 refuse_autocast(x.device)
             if not (in_graph and x.requires_grad and torch.is_grad_enabled()):
@@ -336,6 +336,12 @@ class Distributed:
             return SplitTensor(beside(x, layout)[layout.slices()].clone(), layout)
 
         return Inputs(arguments, changed)
+
+    def _elsewhere(self, x: torch.Tensor, device: torch.device) -> str:
+        return (
+            f"{self._name}: an input of shape {tuple(x.shape)} is on {x.device}, but the model is on {device}"
+            "; move one of them by .to()"
+        )
 
     def _cut_dims(self, given: Sequence[torch.Tensor]) -> int:
         # Tensors of other dimensions, such as token ids beside an image, stay plain.
@@ -371,6 +377,9 @@ class Distributed:
             # The call's beginning compared the change, so all ranks have it.
             self._sync.register(self._model())
         self._change = ""
+        for x in split:
+            if (first := self._first) is not None and x._local.device != first.device:
+                raise ShapeError(self._elsewhere(x, first.device))
         if torch.is_grad_enabled() and self._synchronises:
             # A copy of a model makes its GradientSync here: all ranks are in the call.
             _ = self.sync
@@ -464,7 +473,8 @@ class Distributed:
             # Read without the table of functions.
             block = x._local if isinstance(x, SplitTensor) else x
             kind = DTYPES.index(block.dtype) if block.dtype in DTYPES else -1
-            facts += [*x.shape, kind, block.requires_grad, block.is_cpu]
+            where = block.is_cpu + 2 * block.is_meta + 4 * (block.layout is torch.strided)
+            facts += [*x.shape, kind, block.requires_grad, where]
             if isinstance(x, SplitTensor):
                 layout = x.decomposition
                 facts += [-1 if axis is None else axis for axis in layout.axes]
@@ -481,16 +491,19 @@ class Distributed:
         short = " under autocast" if autocast else ""
         passed = ", ".join([*map(_said, given), *([plain] if plain != "[]" else [])]) or "no tensor"
         changed = f"; its {self._change} since the last call" if self._change else ""
+        if changed and (model := self._model()) is not None:
+            device = next((x.device for x in model.parameters()), None)
+            changed += f"; {not_on_one_device(model) or f'the model is on {device}'}"
         return f"passes {passed}, is in {'train' if mode else 'eval'}(){but}, {graph}{short}{changed}"
 
 
 def _modes() -> tuple[int, ...]:
     # Modes of torch that must be equal on all ranks.
-    autocast = torch.is_autocast_enabled("cpu")
+    kinds = [kind for kind in AUTOCASTING if torch.is_autocast_enabled(kind)] if AUTOCASTS() else []
     return (
         int(torch.is_grad_enabled()),
         int(torch.is_inference_mode_enabled()),
-        crc32(str(torch.get_autocast_dtype("cpu")).encode()) if autocast else 0,
+        crc32(str([*map(torch.get_autocast_dtype, kinds)]).encode()) if kinds else 0,
     )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from distdl_rma.layers.checks.arguments import mark_compared
 from distdl_rma.layers.dtypes import digest, is_readable
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+from distdl_rma.layers.staging import down
 from distdl_rma.layers.sync.gradient_groups import gradient_groups_of, under
 from distdl_rma.segments.machine import Machine
 
@@ -190,7 +191,8 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
-    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).cpu().numpy().data
+    flat = x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return (flat if flat.is_cpu else down(flat)).numpy().data
 
 
 def _digest(x: torch.Tensor) -> str:

@@ -1,8 +1,8 @@
 """Reports of a step of a distributed model: its functions, the data that they move, and waiting times.
 
-An observer stands in the place of each rule's handler and reads the counters of the segments before and after
-it: what this rank sent in the forward of that function. Times come from a recording of the machine, whose
-events have the names of sites: these also cover the backward, which no observer sees.
+An observer stands in the place of each rule's handler and reads counters before and after it: what this rank
+sent, and copied from and to its device, in the forward of that function. Times come from a recording of the
+machine, whose events have the names of sites: these also cover the backward, which no observer sees.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
 from distdl_rma.layers.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.layers.split.tensor import SplitTensor
+from distdl_rma.layers.staging import COPIES
 from distdl_rma.segments.options import size_text
 from distdl_rma.trace import in_columns
 
 # Number of rows that ``print`` shows.
 _WORST = 5
+# What is counted of a call and of the step, on this rank.
+_COUNTED = "nbytes", "messages", "nbytes_down", "nbytes_up", "copied"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Call:
     ``inputs`` and ``output`` are global shapes with layouts. ``nbytes`` and ``messages`` count what this rank
     sent in the forward. ``waited`` are seconds in forward and backward, ``hidden`` are seconds in which data
     travelled while this rank computed. ``moved`` names the operands that the function's rule redistributed.
+
+    ``nbytes_down`` and ``nbytes_up`` were copied between device and host in the forward, ``copied`` are the
+    seconds that this rank spent in these copies; all 0 on the CPU.
 
     Examples
     --------
@@ -56,6 +62,9 @@ class Call:
     waited: float = 0.0
     hidden: float = 0.0
     moved: tuple[str, ...] = ()
+    nbytes_down: int = 0
+    nbytes_up: int = 0
+    copied: float = 0.0
 
 
 @dataclass
@@ -64,7 +73,9 @@ class StepReport:
 
     ``print`` shows the whole step and the calls that waited longest, ``table`` has all calls.
 
-    ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients.
+    ``nbytes`` and ``messages`` are those of the whole step, with backward and sums of gradients. So are
+    ``nbytes_down`` and ``nbytes_up``, copied from a device to the host and back, and ``copied``, the seconds
+    of starting these copies and waiting for them.
 
     Examples
     --------
@@ -80,6 +91,9 @@ class StepReport:
     messages: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    nbytes_down: int = 0
+    nbytes_up: int = 0
+    copied: float = 0.0
 
     @property
     def moved(self) -> list[Call]:
@@ -92,6 +106,11 @@ class StepReport:
             f" {1e3 * self.waited:.1f} of {1e3 * self.seconds:.1f} ms waited; a rule moved operands of"
             f" {len(self.moved)} calls"
         )
+        if self.nbytes_down or self.nbytes_up:
+            total += (
+                f"\nbetween device and host: {size_text(self.nbytes_down)} down, {size_text(self.nbytes_up)}"
+                f" up, {1e3 * self.copied:.1f} ms in these copies"
+            )
         worst = sorted(self.calls, key=lambda call: (not call.moved, -call.waited))[:_WORST]
         return f"{total}\n{self._rows(worst)}\n(the worst rows; table() has all {len(self.calls)})"
 
@@ -100,7 +119,9 @@ class StepReport:
         return self._rows(self.calls)
 
     def _rows(self, calls: list[Call]) -> str:
-        heads = ("module", "function", "at", "output", "sent", "messages", "waited", "moved by rule")
+        heads = ["module", "function", "at", "output", "sent", "messages", "waited", "moved by rule"]
+        on_device = any(call.nbytes_down or call.nbytes_up for call in calls)
+        heads += ["down", "up", "copied"] if on_device else []
         rows = [
             (
                 call.module or "-",
@@ -111,7 +132,10 @@ class StepReport:
                 str(call.messages),
                 f"{1e3 * call.waited:.2f} ms",
                 ", ".join(call.moved) or "-",
-            )
+                size_text(call.nbytes_down),
+                size_text(call.nbytes_up),
+                f"{1e3 * call.copied:.2f} ms",
+            )[: len(heads)]
             for call in calls
         ]
         return "\n".join(in_columns((heads, *rows)))
@@ -138,15 +162,16 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     counters, seen = machine.segments.counters, StepReport()
     calls: dict[Site, Call] = {}
 
-    def sent() -> tuple[int, int]:
-        return counters.bytes_put + counters.bytes_collective, counters.puts
+    def counted() -> tuple[float, ...]:
+        sent = counters.bytes_put + counters.bytes_collective, counters.puts
+        return *sent, COPIES.down, COPIES.up, COPIES.seconds
 
     def observe(rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.kind in ("query", "value", "gradient"):
             return rule.handler(func, args, kwargs)
         site = site_of(machine, func)
         site.moved.clear()
-        before, y, after = sent(), rule.handler(func, args, kwargs), sent()
+        before, y, after = counted(), rule.handler(func, args, kwargs), counted()
         outputs = [_said(x) for x in tensors_in(y) if isinstance(x, SplitTensor)]
         inputs = tuple(_said(x) for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor))
         function = name_of(func).rpartition(".")[2]
@@ -155,8 +180,10 @@ def report(model: nn.Module) -> Iterator[StepReport]:
         calls[site] = replace(
             call,
             times=call.times + 1,
-            nbytes=call.nbytes + after[0] - before[0],
-            messages=call.messages + after[1] - before[1],
+            **{
+                name: getattr(call, name) + now - then
+                for name, then, now in zip(_COUNTED, before, after, strict=True)
+            },
             moved=tuple(sorted({*call.moved, *site.moved})),
         )
         return y
@@ -165,12 +192,13 @@ def report(model: nn.Module) -> Iterator[StepReport]:
     try:
         with machine.record() as recording:
             # After the ranks have met to begin the recording.
-            start, waited = sent(), counters.seconds_waited
+            start, waited = counted(), counters.seconds_waited
             yield seen
             seen.seconds = recording.now
     finally:
         OBSERVERS.remove(observe)
-    seen.nbytes, seen.messages = (now - then for now, then in zip(sent(), start, strict=True))
+    for name, then, now in zip(_COUNTED, start, counted(), strict=True):
+        setattr(seen, name, now - then)
     seen.waited = counters.seconds_waited - waited
     for site, call in calls.items():
         mine = [event for event in recording.events if event.name.startswith(site.name)]

@@ -147,7 +147,8 @@ class Concat(Operation):
         input 1                 0                       1 2 3 4
 
     ``sources`` and ``dtypes`` are the decomposition and the type of each input. The result is balanced on
-    P_y; with ``keep_batch`` the batch keeps the cut of the first input.
+    P_y; if that is the partition of the first input, the batch keeps the cut of this. If all inputs are on
+    P_y, which cuts no channels, all dimensions do, so that nothing moves where inputs are cut alike.
     """
 
     output: Decomposition
@@ -158,12 +159,14 @@ class Concat(Operation):
         sources: Sequence[Decomposition],
         dtypes: Sequence[torch.dtype],
         P_y: Partition,
-        keep_batch: bool,
     ) -> None:
         shape, self.dtype = joined([source.shape for source in sources], dtypes, P_y.dim)
-        target = Decomposition.balanced(P_y, shape)
-        if keep_batch:
-            target = target.with_splits({0: sources[0].splits[0]})
+        target, first = Decomposition.balanced(P_y, shape), sources[0]
+        stays = P_y.shape[CHANNELS] == 1 and all(source.partition == P_y for source in sources)
+        if stays:
+            target = first.with_splits({CHANNELS: target.splits[CHANNELS]})
+        elif first.partition == P_y:
+            target = target.with_splits({0: first.splits[0]})
         self.output, offset = target, 0
         self._movements: list[Moves | None] = []
         self._shapes: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is in blocks on a grid of ranks, or in shards (ZeRO).
+"""Linear layers whose weight is in blocks on a grid of ranks.
 
 A weight on 2 x 2 workers, rows are output features, columns input features::
 
@@ -10,13 +10,6 @@ A weight on 2 x 2 workers, rows are output features, columns input features::
 ``gather`` brings the features of the columns, ``scatter`` sums the partial outputs along the rows. With one
 column nothing is summed (all-gather form), with one row each rank reads its features only (reduce-scatter
 form). Several data-parallel blocks are copies of this picture, each with a share of the batch.
-
-ZeRO: the data-parallel blocks also cut the weight. It is gathered for a product and freed after it, so that a
-rank keeps its shard only; the gradient is summed straight into the shards. Both move in stripes of half a
-MiB::
-
-    stripe 0 |====|
-    stripe 1      |====|            the next stripe travels while one is copied to its place
 """
 
 from __future__ import annotations
@@ -31,19 +24,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Listed
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import (
     GradientNeeds,
     OperatorFunction,
-    anchor,
-    first_derivative,
     uncompiled,
 )
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.operation import GatherComputeScatter
-from distdl_rma.layers.ops.core.staged import Moves, movement_between, movement_or_none
-from distdl_rma.layers.ops.set_up_transfer import PASS_NBYTES
+from distdl_rma.layers.ops.core.staged import movement_or_none
 
 # Dimensions of the grid: data-parallel blocks, and the rows and columns of the weight.
 BLOCKS, ROWS, COLUMNS = range(3)
@@ -101,32 +91,6 @@ class LinearGrid:
                 splits[axis], axes[grid] = Balanced(shape[axis], self.P_w.shape[grid]), axis
         return Decomposition(self.P_w, tuple(splits), tuple(axes))
 
-    def zero_weight(self, dim: int) -> Decomposition:
-        """ZeRO: the weight is also cut over the data-parallel blocks, in a dimension that no worker cuts.
-
-        So the shards of a worker's block are a one-dimensional matter, of the ranks with the same row and
-        column.
-        """
-        _, rows, columns = self.P_w.shape
-        splits = list(self.weight.splits)
-        splits[dim] = Balanced(splits[dim].extent, self.blocks)
-        axes = dim, OUT if rows > 1 else None, IN if columns > 1 else None
-        return Decomposition(self.P_w, tuple(splits), axes)
-
-    def zero_bias(self) -> Decomposition:
-        """ZeRO: each row's block of the bias is also cut over the data-parallel blocks.
-
-        The whole bias is one line of shards: row by row, and within a row block by block.
-        """
-        used = self.bias
-        rows, blocks = range(used.partition.shape[ROWS]), range(self.blocks)
-        lengths: list[int] = []
-        for start, stop in map(used.splits[0].interval, rows):
-            lengths += Balanced(stop - start, self.blocks).lengths
-        order = [block * len(rows) + row for row in rows for block in blocks]
-        line = used.partition.create_partition_inclusive(order)
-        return Decomposition(line, (Listed(tuple(lengths)),), (0,))
-
 
 def grid_of_workers(P: Partition, dim: int) -> Partition:
     """Grid of data-parallel blocks of model-parallel workers, from the partition of a tensor.
@@ -151,8 +115,7 @@ class SplitLinear(GatherComputeScatter):
     """``y = x W^T + b`` with ``W`` and ``b`` in blocks on a grid of ranks; output in balanced shards on P_y.
 
     With one column it is the all-gather form, with one row the reduce-scatter form. Each call asks ``places``
-    for the function that gives places for the gradients of parameters, or None. In the ZeRO forms ``matrix``
-    gathers the weight from shards on the data-parallel blocks; operations for several input shapes share one.
+    for the function that gives places for the gradients of parameters, or None.
     """
 
     def __init__(
@@ -163,7 +126,6 @@ class SplitLinear(GatherComputeScatter):
         P_y: Partition,
         dtype: torch.dtype,
         places: Callable[[], Offer | None] | None = None,
-        matrix: ShardedMatrix | None = None,
     ) -> None:
         if source.shape[-1] != grid.in_features:
             raise ShapeError(
@@ -175,33 +137,25 @@ class SplitLinear(GatherComputeScatter):
         super().__init__(site, source.partition.active, grid.P_w.active, owned)
         self.gather = movement_or_none(site, source, read, dtype, "gather")
         self.scatter = movement_or_none(site, made, owned, dtype, "scatter")
-        self._adds_bias, self._places, self._matrix = grid.adds_bias, places, matrix
+        self._adds_bias, self._places = grid.adds_bias, places
         self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
 
     def carry_out(self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
-        """Partial outputs of this rank's block of the weight; blocking in the ZeRO forms."""
+        """Partial outputs of this rank's block of the weight."""
         if not x.numel():
             # An input without elements may have any shape and type.
             x = x.to(self._dtype).reshape(self._shape)
-        if self._matrix is None:
-            return super().carry_out(needs, x, weights)
-        # Reshaped out here: torch refuses in-place changes of a view that an autograd function returns.
-        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        of_weights = weights["weight"], self._bias_among(weights)
-        y: torch.Tensor = _ZeroProduct.apply(rows, *of_weights, anchor(needs.any), self._matrix, needs)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return super().carry_out(needs, x, weights)
 
     def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
-        weight, bias, offer = weights["weight"], self._bias_among(weights), self._places and self._places()
+        weight, offer = weights["weight"], self._places and self._places()
+        bias = weights.get("bias") if self._adds_bias else None
         # A moved or cast weight is no leaf: its gradient is not yet the parameter's.
         if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
             y: torch.Tensor = LinearInPlaces.apply(x, weight, bias, offer)
             return y
         return F.linear(x, weight, bias)
-
-    def _bias_among(self, weights: Mapping[str, Any]) -> torch.Tensor | None:
-        return weights.get("bias") if self._adds_bias else None
 
 
 class LinearInPlaces(OperatorFunction):
@@ -236,122 +190,3 @@ class LinearInPlaces(OperatorFunction):
         if needs_bias:
             d_bias = torch.sum(d_y, 0, out=offer("bias"))
         return torch.matmul(gradient, weight.conj()) if needs_x else None, d_weight, d_bias, None
-
-
-# Columns are moved in bundles, so that copies read and write runs of at least so many bytes.
-_RUN_NBYTES = 256
-
-
-class ShardedMatrix:
-    """All-gather of the shards of a matrix, and reduce-scatter of its gradients, in stripes.
-
-    A stripe has at most half a MiB, but at least one row, or 256 bytes of each row. The segment is staging
-    memory: with D ranks in the group, each rank's segment holds ``2 (D-1)/D`` stripes to gather and, from the
-    first gradient on, ``2 (D-1)/D`` to scatter, for any size of the matrix.
-
-    ``group`` is one-dimensional, contains this rank, and has the shards in its order. ``dim`` is the
-    dimension of the matrix that is cut into balanced shards; stripes cut the other dimension.
-    """
-
-    def __init__(self, site: CallSite, group: Partition, shape: tuple[int, int], dim: int) -> None:
-        self.site, self.group, self.shape, self.dim = site, group, shape, dim
-        # By type, and whether it scatters.
-        self._movements: dict[tuple[torch.dtype, bool], Moves] = {}
-
-    @classmethod
-    def of(cls, site: CallSite, grid: LinearGrid, dim: int) -> ShardedMatrix | None:
-        """Matrix of this rank's block of a weight, in shards on the data-parallel blocks; None if not cut."""
-        index = grid.P_w.index
-        if index is None or grid.blocks == 1:
-            return None
-        group = grid.P_w.slab({ROWS: index[ROWS], COLUMNS: index[COLUMNS]})
-        line = group.create_cartesian_topology_partition([group.shape[BLOCKS]])
-        height, width = grid.weight.box(site.machine.rank).shape
-        return cls(CallSite(site.machine, f"{site.name} (weight)"), line, (height, width), dim)
-
-    @property
-    def nbytes_staged(self) -> int:
-        """Bytes of segment that this rank holds to move stripes."""
-        return sum(movement.nbytes for movement in self._movements.values())
-
-    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """The whole matrix, in new memory; collective over the group, blocking."""
-        return self._move(shard, self.shape[self.dim], scatter=False)
-
-    def reduce_scatter(self, matrix: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the sum of the ranks' matrices; collective over the group, blocking."""
-        begin, end = Balanced(self.shape[self.dim], self.group.size).interval(self.group.rank or 0)
-        return self._move(matrix, end - begin, scatter=True)
-
-    def _move(self, x: torch.Tensor, extent: int, *, scatter: bool) -> torch.Tensor:
-        shape = list(self.shape)
-        shape[self.dim] = extent
-        y, across = x.new_empty(shape), 1 - self.dim
-        height, starts = self._stripes(x.dtype)
-        movement = self._movement(x.dtype, scatter)
-        stripes = movement.stream(x.narrow(across, start, height) for start in starts)
-        for start, stripe in zip(starts, stripes, strict=True):
-            y.narrow(across, start, height).copy_(stripe)
-        return y
-
-    def _stripes(self, dtype: torch.dtype) -> tuple[int, list[int]]:
-        # Stripes of equal height. The last one may overlap the one before: it moves some values again.
-        extent, width = self.shape[1 - self.dim], self.shape[self.dim]
-        if not extent * width:
-            return 0, []
-        least = 1 if self.dim else _RUN_NBYTES // dtype.itemsize
-        count = -(-extent // max(least, PASS_NBYTES // (width * dtype.itemsize)))
-        height = -(-extent // count)
-        return height, [min(start, extent - height) for start in range(0, extent, height)]
-
-    def _movement(self, dtype: torch.dtype, scatter: bool) -> Moves:
-        movement = self._movements.get((dtype, scatter))
-        if movement is None:
-            stripe = list(self.shape)
-            stripe[1 - self.dim] = self._stripes(dtype)[0]
-            cut = [Balanced(n, self.group.size if d == self.dim else 1) for d, n in enumerate(stripe)]
-            source = Decomposition(self.group, tuple(cut), (self.dim,))
-            ends = source, Decomposition.replicated(self.group, stripe)
-            movement = movement_between(
-                self.site, *(ends[::-1] if scatter else ends), dtype, "scatter" if scatter else ""
-            )
-            self._movements[dtype, scatter] = movement
-        return movement
-
-
-class _ZeroProduct(OperatorFunction):
-    """``x W^T + b`` with a weight that is gathered for the product, and again for the backward.
-
-    Only the shard is kept in between. Forward and backward are collective over the group of the matrix; the
-    backward computes the gradients that any rank ``needs``.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        shard: torch.Tensor,
-        bias: torch.Tensor | None,
-        _anchor: torch.Tensor | None,
-        matrix: ShardedMatrix,
-        needs: GradientNeeds,
-    ) -> torch.Tensor:
-        y = F.linear(x, matrix.all_gather(shard), bias)
-        ctx.matrix, ctx.needs, ctx.machine = matrix, needs, matrix.site.machine
-        ctx.save_for_backward(x if needs.weights else None, shard)
-        return y
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
-        (x, shard), matrix, needs = ctx.saved_tensors, ctx.matrix, ctx.needs
-        d_x = d_shard = d_bias = None
-        with torch.autocast("cpu", enabled=False):
-            if needs.input:
-                # The gathered matrix is freed before its gradient is allocated.
-                d_x = torch.mm(d_y, matrix.all_gather(shard).conj())
-            if needs.weights:
-                d_shard = matrix.reduce_scatter(torch.mm(d_y.t(), x.conj()))
-            if ctx.needs_input_grad[2]:
-                d_bias = d_y.sum(0)
-        return d_x, d_shard, d_bias, None, None, None

@@ -10,7 +10,7 @@ computes both for its part, and one allreduce is all that the ranks exchange::
 Where ranks have different classes of a row, a term needs all scores of the row, since a probability is a
 share of it. They then exchange two numbers for each row, and no scores: see ``class_terms``.
 
-Both the loss layers, whose parts need not form a grid, and the rules of split tensors use these functions.
+The rules of split tensors use these functions, and loss layers call these rules.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def divisor_of_classes(target: torch.Tensor, weight: Weight, ignore_index: int) 
     return weight[target[counted].long()].sum(dtype=torch.float64)
 
 
-def has_indices(function: Any, target: torch.Tensor) -> bool:
-    """Whether a target has class indices; else it has a probability for each class, in the scores' shape."""
-    return function is F.nll_loss or not target.is_floating_point()
+def has_indices(function: Any, floating: bool) -> bool:
+    """Whether a target, of floating point or not, has class indices; else it has probabilities."""
+    return function is F.nll_loss or not floating
 
 
 def class_terms(
@@ -85,7 +85,7 @@ def class_terms(
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
     read, counted = None, None
     even = label_smoothing / layout.shape[dim]
-    if has_indices(function, target):
+    if has_indices(function, target.is_floating_point()):
         indices = target.unsqueeze(dim)
         counted = indices != ignore_index
         chosen = counted & (indices == torch.arange(start, stop, device=x.device).view(shape))

@@ -31,6 +31,7 @@ from distdl_rma.geometry.halo import TableWindow
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.staged import movement_or_none
 from distdl_rma.layers.ops.windows import WindowOperation
+from distdl_rma.layers.staging import up
 
 # Torch's kernel of each mode and number of spatial dimensions.
 _KERNELS: dict[str, dict[int, Any]] = {
@@ -117,8 +118,8 @@ class Interpolation:
 
     def to(self, device: torch.device) -> Interpolation:
         """The same on a device."""
-        weight = None if self.weight is None else self.weight.to(device)
-        return Interpolation(self.index.to(device), weight)
+        weight = None if self.weight is None else up(self.weight, device)
+        return Interpolation(up(self.index, device), weight)
 
     def apply(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Weighted sum of the inputs along one dimension."""

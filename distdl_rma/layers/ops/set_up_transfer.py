@@ -22,9 +22,8 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.intervals import Listed, meeting
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import as_words, word_dtype
-from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.ops.core.tensors import as_tensor
+from distdl_rma.layers.staging import down, up
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 from distdl_rma.segments.consensus import Consensus
 from distdl_rma.segments.machine import Machine
@@ -50,7 +49,7 @@ def broadcast_from_first(
         word_dtype(dtype, name)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     # The tensors themselves where they are contiguous and on the CPU, else copies.
-    plain = [tensor.resolve_conj().resolve_neg().cpu().contiguous() for tensor in filled]
+    plain = [down(tensor.resolve_conj().resolve_neg()).contiguous() for tensor in filled]
     title = f"{name} (initial values, {fingerprint(kinds):014x})"
     vectors = [tensor.view(-1).view(torch.uint8) for tensor in plain]
     if not vectors or _are_equal(machine, ranks, vectors, title):
@@ -96,9 +95,6 @@ def _spans(vectors: Sequence[torch.Tensor], low: int, high: int) -> Iterator[tup
         yield slice(first - low, last - low), vectors[number][first - start : last - start]
 
 
-_Runs = Iterator[torch.Tensor]
-
-
 class TransferInPasses:
     """Passes of a tensor in parts, each on one rank (giver): in every pass a run of each part moves.
 
@@ -114,12 +110,6 @@ class TransferInPasses:
         self.runs = Listed(tuple(min(size, most) for size in self._sizes))
         self.count = max(-(-size // most) for size in self._sizes)
 
-    def ends(self, takers: Partition) -> tuple[Decomposition, Decomposition]:
-        """Source and target of one pass, with replicas of all runs on the takers."""
-        ranks, me = self.givers.partition.ranks, takers.me
-        source = Decomposition(Partition(ranks, (len(ranks),), me), (self.runs,), (0,))
-        return source, Decomposition.replicated(takers, (self.runs.extent,))
-
     def run(self, giver: int, number: int) -> slice:
         """Elements of a giver that move in a pass. A part's last run may overlap earlier ones."""
         length = self.runs.lengths[giver]
@@ -130,15 +120,17 @@ class TransferInPasses:
 def gather_whole(
     machine: Machine, givers: Decomposition, takers: Partition, part: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """Gather a tensor in parts on all takers; collective over givers and takers, blocking.
+    """Gather a tensor in parts on all takers; collective over the machine, blocking.
 
     The tensor moves in passes. For any size and number of ranks, the segment of a rank holds at most one MiB
-    of received data, and one MiB of data staged for other nodes. If there are several takers, one rank per
-    node receives the data from other nodes, and its node's ranks get them from this rank.
+    of received data, and one MiB of data staged for other nodes. One rank per node receives the data from
+    other nodes, and its node's ranks get them from this rank. So do nodes without takers: there is
+    one way, whoever wants the tensor.
 
     ``part`` is this rank's box; ranks that are no givers pass a tensor of the same type. The result is in new
-    memory; it has no elements on ranks that are no takers.
+    memory, on the device of ``part``; it has no elements on ranks that are no takers.
     """
+    device, part = part.device, down(part)
     passes = TransferInPasses(givers, part.dtype)
     ranks = givers.partition.ranks
     mine = part.detach().reshape(-1) if givers.partition.active else part.new_empty(0)
@@ -148,38 +140,21 @@ def gather_whole(
     # A box that is not contiguous is gathered into a vector, and copied to its place at the end.
     vectors = [b.view(-1) if b.is_contiguous() else b.new_empty(b.numel()) for b in boxes]
     title = f"{name} of shape {givers.shape}"
-    sent = (mine if giving is None else mine[passes.run(giving, number)] for number in range(passes.count))
-    travel = _to_one if takers.size == 1 else _to_all
-    with torch.no_grad():
-        for number, runs in enumerate(travel(CallSite(machine, title), passes, takers, sent)):
+    # Ranks that give nothing are after the givers.
+    everyone = tuple(dict.fromkeys((*ranks, *machine.ranks)))
+    counts = [*passes.runs.lengths, *[0] * (len(everyone) - len(ranks))]
+    gathered = Allgather(machine.segments, everyone, counts, word_dtype(part.dtype, title), title)
+    try:
+        for number in range(passes.count):
+            if giving is not None:
+                gathered.active[...] = as_words(mine[passes.run(giving, number)].contiguous().cpu())
+            gathered.start()
+            runs = as_tensor(gathered.wait(), part.dtype)
             for giver, vector in enumerate(vectors):
                 vector[passes.run(giver, number)] = runs[slice(*passes.runs.interval(giver))]
+    finally:
+        gathered.close()
     for box, vector in zip(boxes, vectors, strict=True):
         if not box.is_contiguous():
             box.copy_(vector.view(box.shape))
-    return whole
-
-
-def _to_one(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
-    # Runs of all givers, pass by pass, on the only taker.
-    movement = movement_between(site, *passes.ends(takers), passes.dtype)
-    try:
-        yield from movement.stream(sent)
-    finally:
-        movement.close()
-
-
-def _to_all(site: CallSite, passes: TransferInPasses, takers: Partition, sent: _Runs) -> _Runs:
-    # Runs of all givers, pass by pass, on several takers. Ranks that give nothing are after the givers.
-    givers = passes.givers.partition.ranks
-    ranks = tuple(dict.fromkeys((*givers, *takers.ranks)))
-    counts = [*passes.runs.lengths, *[0] * (len(ranks) - len(givers))]
-    machine, name = site
-    gathered = Allgather(machine.segments, ranks, counts, word_dtype(passes.dtype, name), name)
-    try:
-        for run in sent:
-            gathered.active[...] = as_words(run.contiguous())
-            gathered.start()
-            yield as_tensor(gathered.wait(), passes.dtype)
-    finally:
-        gathered.close()
+    return up(whole, device)

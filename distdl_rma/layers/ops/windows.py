@@ -42,6 +42,7 @@ from distdl_rma.layers.ops.core.operation import GatherComputeScatter
 from distdl_rma.layers.ops.core.order import outputs_of
 from distdl_rma.layers.ops.core.staged import movement_or_none
 from distdl_rma.layers.ops.window_gather import WindowGather
+from distdl_rma.layers.staging import up
 
 
 class _Options(Protocol):
@@ -253,7 +254,7 @@ class AvgPooling(WindowOperation[AvgPoolOptions]):
         y: torch.Tensor = average(lifted, self._kernel, self._stride, divisor_override=self._divisor)
         y = y.reshape(self.box.shape)
         if self._divisors is not None:
-            y = y / (self._divisors if y.is_cpu else self._divisors.to(y.device))
+            y = y / (self._divisors if y.is_cpu else up(self._divisors, y.device))
         return y.to(x.dtype)
 
 
@@ -476,13 +477,13 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
             zeros = y.new_zeros((*y.shape[:d], count, *y.shape[d + 1 :]))
             # Neighbouring windows may share elements, which are then repeated.
             if not y.is_cpu:
-                inputs, outputs = inputs.to(y.device), outputs.to(y.device)
+                inputs, outputs = up(inputs, y.device), up(outputs, y.device)
             y = zeros.index_add(d, outputs, y if len(inputs) == y.shape[d] else y.index_select(d, inputs))
         return y
 
     def finish(self, y: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Divide by the number of elements of each window, with one rounding in short types."""
-        divisors = self._divisors if y.is_cpu else self._divisors.to(y.device)
+        divisors = self._divisors if y.is_cpu else up(self._divisors, y.device)
         return (y.reshape(self._shape) / divisors).to(self._result_dtype)
 
 
@@ -515,7 +516,7 @@ class AdaptiveMaxPooling(MaxWindows[AdaptiveOptions]):
 
     def _argmax(self, x: torch.Tensor) -> Coordinates:
         # Windows are extended to the length of the longest and placed side by side, for torch's pooling.
-        all_inputs = self._inputs if x.is_cpu else [inputs.to(x.device) for inputs in self._inputs]
+        all_inputs = self._inputs if x.is_cpu else [up(inputs, x.device) for inputs in self._inputs]
         for d, (inputs, first) in enumerate(zip(all_inputs, self.start, strict=True), LEADING):
             x = x.index_select(d, inputs.flatten() - first)
         lengths = [inputs.shape[1] for inputs in all_inputs]

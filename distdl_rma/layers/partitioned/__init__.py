@@ -34,13 +34,7 @@ from distdl_rma.layers.partitioned.from_global import InstanceNorm as InstanceNo
 from distdl_rma.layers.partitioned.linear import DistributedLinear as DistributedLinear
 from distdl_rma.layers.partitioned.linear import DistributedLinearAllGather as DistributedLinearAllGather
 from distdl_rma.layers.partitioned.linear import (
-    DistributedLinearAllGatherZero as DistributedLinearAllGatherZero,
-)
-from distdl_rma.layers.partitioned.linear import (
     DistributedLinearReduceScatter as DistributedLinearReduceScatter,
-)
-from distdl_rma.layers.partitioned.linear import (
-    DistributedLinearReduceScatterZero as DistributedLinearReduceScatterZero,
 )
 from distdl_rma.layers.partitioned.loss.classification import (
     DistributedCrossEntropyLoss as DistributedCrossEntropyLoss,

@@ -34,7 +34,6 @@ from distdl_rma.layers.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.layers.ops.core.operation import Agreement, Operation
 from distdl_rma.layers.partitioned.core.arguments import (
     PlacedOptions,
-    check_device,
     check_dims,
     placed_options,
     spatial_dims,
@@ -52,7 +51,6 @@ _CHANNELS = ("in_channels", "out_channels")
 class ConvolutionLayer(OperatorLayer[O], _ConvNd):
     """Base of convolutions. Final classes have their torch layer as last base."""
 
-    _casts = True
     _allowed = ("replicated", "root")
     _by_name = ("P_y", "P_W", "P_w", *PlacedOptions.__annotations__)
     _rows: ClassVar[int]  # dimension of the worker grid that cuts the weight's first dimension
@@ -136,7 +134,6 @@ def _check(kind: str, like: Any, dims: int) -> None:
                 f"{kind}: output_padding {like.output_padding} must be smaller than stride {like.stride} or"
                 f" dilation {like.dilation}"
             )
-    check_device(kind, like.weight.device)
     if not like.weight.dtype.is_floating_point:
         raise UnsupportedError(f"{kind}: dtype {like.weight.dtype} is not supported, only floating point is")
 

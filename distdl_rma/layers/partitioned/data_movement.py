@@ -28,12 +28,10 @@ import torch
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition, groups_onto
 from distdl_rma.layers.ops import data_movement
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
 from distdl_rma.layers.ops.core.operation import Operation
-from distdl_rma.layers.ops.core.tensors import problem_with
 from distdl_rma.layers.ops.data_movement import (
     CHANNELS,
     Concat,
@@ -42,7 +40,6 @@ from distdl_rma.layers.ops.data_movement import (
     all_gather,
     all_sum_reduce,
     broadcast,
-    joined,
     reduce_scatter,
     repartition,
     sum_reduce,
@@ -53,7 +50,6 @@ from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dty
 from distdl_rma.layers.partitioned.core.layer import nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
-from distdl_rma.layers.split.tensor import SplitTensor
 
 M = TypeVar("M", bound=Operation)
 # One grid dimension or several.
@@ -506,11 +502,8 @@ class DistributedConcat(MovementLayer[Concat]):
     """Concatenation along the channels, dimension 1, of tensors split over ranks in any of their dimensions.
 
     Local inputs: the shards of this rank. Local output: the balanced shard of the concatenated tensor on P_y;
-    if P_y is the partition of the first input, the batch stays cut as in that input.
-
-    If all partitions are equal and cut no channels, each rank concatenates its shards, without communication.
-    Then only ranks that detect an error raise it. The other ranks raise in their next wait, and the machine
-    cannot be used afterwards.
+    if P_y is the partition of the first input, the batch stays cut as in that input. If all partitions are
+    equal and cut no channels, it is cut as the first input is, and each rank concatenates its shards.
 
     Inputs of different types become one type, as in ``torch.cat``. Inputs and gradients travel in their own.
 
@@ -551,7 +544,6 @@ class DistributedConcat(MovementLayer[Concat]):
                     f" {P_y.shape}; all need those of the tensors, batch and channels first"
                 )
         super().__init__(P_xs, P_y, **options)
-        self._stays = all(P_x == P_y for P_x in P_xs) and P_y.shape[CHANNELS] == 1
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:
         """Movement of each input to its channels of the output."""
@@ -560,15 +552,7 @@ class DistributedConcat(MovementLayer[Concat]):
             with attributed(f"input {at}"):
                 inputs.append(source_of(P_x, {rank: fact.of(at) for rank, fact in facts.items()}))
         sources, dtypes = zip(*inputs, strict=True)
-        return Concat(self.site, sources, dtypes, self.P_y, keep_batch=self.P_xs[0] == self.P_y)
-
-    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
-        """As in the base; where nothing moves the output is cut as the inputs."""
-        if not self._stays:
-            return super().output_layout(inputs)
-        split = next(x.decomposition for x in inputs if isinstance(x, SplitTensor))
-        channels = Balanced(sum(x.shape[CHANNELS] for x in inputs), 1)
-        return split.with_splits({CHANNELS: channels})
+        return Concat(self.site, sources, dtypes, self.P_y)
 
     def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
         """Bytes of all inputs."""
@@ -580,33 +564,23 @@ class DistributedConcat(MovementLayer[Concat]):
     ) -> None:
         """As in the base, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
-        if self._stays or self.agreement is None:
-            self._count(given)
+        self._check_outside(given)
         pairs = enumerate(zip(self.P_xs, given, strict=False))
         xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
-        if not self._stays:
-            # If there are too many shapes, all ranks raise.
-            self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
+        # If there are too many shapes, all ranks raise.
+        self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
 
     @reports_failures
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Concatenate ``inputs``: the local shards, and tensors without elements outside of a partition."""
-        if self.agreement is None:
-            self._count(inputs)
-        elif self._stays:
-            dtype = self._check(inputs)
-            return torch.cat([x.to(dtype) for x in inputs], CHANNELS)
+        self._check_outside(inputs)
         return self.apply_to(*inputs)
 
-    # Where nothing moves (``_stays``) there is no agreement that could carry a problem. An agreement for each
-    # call of a concatenation, which U-Nets have at every level, would cost more than the copy of a small
-    # block. So this rank raises, and the others find out in their next wait.
-
-    def refuse(self, problem: str) -> None:
-        """As in the base; where nothing moves, only this rank knows of the problem."""
-        if self._stays:
-            raise self._refuse(problem)
-        super().refuse(problem)
+    def _check_outside(self, given: Sequence[object]) -> None:
+        # Ranks that take part in calls compare how many inputs each of them has.
+        if self.agreement is None and len(given) != len(self.P_xs):
+            takes = f"takes {len(self.P_xs)} inputs, got {len(given)}"
+            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {takes}")
 
     def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
         """Result as returned to the caller, in a graph if that of any rank is, also for mixed types.
@@ -614,26 +588,3 @@ class DistributedConcat(MovementLayer[Concat]):
         A rank may hold elements of integer inputs alone, which are in no graph.
         """
         return anchored(super().leave(y, x, needs), needs.any)
-
-    def _count(self, given: Sequence[object]) -> None:
-        if len(given) != len(self.P_xs):
-            raise self._refuse(f"takes {len(self.P_xs)} inputs, got {len(given)}")
-
-    def _check(self, inputs: Sequence[torch.Tensor]) -> torch.dtype:
-        self._count(inputs)
-        for at, x in enumerate(inputs):
-            problem = problem_with(x, f"input {at}")
-            if problem:
-                raise self._refuse(problem)
-        try:
-            return joined([tuple(x.shape) for x in inputs], [x.dtype for x in inputs], self.P_y.dim)[1]
-        except ShapeError as error:
-            raise self._refuse(str(error)) from None
-
-    def _refuse(self, problem: str) -> ShapeError:
-        # Other ranks may be without an error, and would wait for this rank in a later call: the machine
-        # fails, so that they raise there. A layer on one rank, and a rank outside, fail nobody.
-        wrong = ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
-        if self.machine.size > 1 and self.machine.rank in self.members:
-            self.machine.fail(wrong)
-        return wrong

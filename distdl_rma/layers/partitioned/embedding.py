@@ -93,7 +93,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
                 raise UnsupportedError(f"{kind}: {key}={value} is not supported: {reason}")
         check_dims(type(self), (P_x.dim + 1,), P_y=P_y)
         weight = given.get("_weight")
-        check_device(kind, given.get("device") if weight is None else weight.device)
+        check_device(kind, None if weight is None else weight.device)
         nothing = [torch.zeros(0, dtype=torch.int64)]
         like = torchs_layer(type(self), **given, sample=nothing)
         vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
@@ -121,7 +121,7 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         """
         if problem_with(x) or x.dtype not in INDICES or not x.numel():
             return ""
-        least, most = (int(end) for end in torch.aminmax(x))
+        least, most = torch.stack(torch.aminmax(x)).tolist()
         if least >= 0 and most < self.num_embeddings:
             return ""
         wrong = least if least < 0 else most

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is cut into blocks, which are replicated, kept on one rank, or ZeRO shards.
+"""Linear layers whose weight is cut into blocks, which are replicated or kept on one rank.
 
 All layers are one operation on a grid of workers, (data-parallel blocks, rows, columns) of the weight. With
 two workers per dimension, and x cut over the same ranks::
@@ -7,14 +7,12 @@ two workers per dimension, and x cut over the same ranks::
     DistributedLinearAllGather grid (1, 1, 2)   columns        x0 -> W0, x1 -> W1           y = W0 x0 + W1 x1
     DistributedLinearReduceScatter grid (2, 1, 1)   blocks         batch 0 -> W, batch 1 -> W   gradients of W
     summed    data parallel
-       the same      blocks, ZeRO   W gathered, used, freed      gradients scattered      ...Zero
 
 Which is best follows from the sizes: the rows form moves the input, the columns form the output.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from operator import index as as_int
 from typing import ClassVar, SupportsIndex, Unpack
 
@@ -26,11 +24,8 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.linear import (
     BLOCKS,
     COLUMNS,
-    IN,
-    OUT,
     ROWS,
     LinearGrid,
-    ShardedMatrix,
     SplitLinear,
     grid_of_workers,
 )
@@ -84,7 +79,6 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     (torch.Size([4, 6]), torch.Size([4, 8]))
     """
 
-    _casts = True
     _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
     _shown = ("in_features", "out_features", "bias")
     weight: nn.Parameter
@@ -137,11 +131,7 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
         placed = self.placed
         # Asked in each backward: a GradientSync may take over between two calls of the same operation.
         places = None if placed is None else lambda: placed.offered if placed.taken_over else None
-        return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places, self._matrix)
-
-    @property
-    def _matrix(self) -> ShardedMatrix | None:
-        return None
+        return SplitLinear(self.site, source, self.grid, self.P_y, dtype, places)
 
 
 class DistributedLinearAllGather(DistributedLinear):
@@ -233,73 +223,6 @@ class DistributedLinearReduceScatter(DistributedLinear):
         P_w = _workers(type(self).__name__, P_x, COLUMNS)
         arguments = P_x, P_x if P_y is None else P_y, P_w, in_features, out_features, bias, device, dtype
         super().__init__(*arguments, **options)
-
-
-class _Zero(DistributedLinear):
-    # ZeRO: the data-parallel blocks cut this dimension of the weight, which the workers leave whole. So a
-    # worker's share is a stripe of its block, and gathering it moves whole stripes.
-    _cuts = IN
-    _allowed = ("cut",)
-
-    @cached_property
-    def _matrix(self) -> ShardedMatrix | None:
-        # Of the layer, not of an operation: operations for different shapes use one staging memory.
-        return ShardedMatrix.of(self.site, self.grid, self._cuts)
-
-    @property
-    def nbytes_staged(self) -> int:
-        """Bytes of segment on this rank to gather the weight and to scatter its gradient."""
-        return 0 if self._matrix is None else self._matrix.nbytes_staged
-
-    def _placements(self) -> dict[str, Placement]:
-        grid = self.grid
-        if grid.blocks == 1:
-            return super()._placements()
-        weight = Placement(grid.zero_weight(self._cuts))
-        return {"weight": weight, "bias": Placement(grid.zero_bias(), grid.bias)}
-
-
-class DistributedLinearAllGatherZero(_Zero, DistributedLinearAllGather):
-    """As :class:`DistributedLinearAllGather`, but each worker keeps only a share of its rows: ZeRO.
-
-    The data-parallel workers cut the input features of the weight, and each worker's block of the bias. A
-    forward gathers the rows, computes, and frees them; a backward gathers them again and reduce-scatters
-    their gradient. The only placement is ``"cut"``.
-
-    Notes
-    -----
-    Linear document, fully-sharded data parallelism; requirement B6.
-
-    Examples
-    --------
-    >>> P_world = MPIPartition(MPI.COMM_WORLD)
-    >>> P_y = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
-    >>> layer = DistributedLinearAllGatherZero(P_y, in_features=6, out_features=8)
-    >>> layer.weight.shape, layer(shard(P_y, torch.rand(4, 6))).shape
-    (torch.Size([8, 3]), torch.Size([4, 8]))
-    """
-
-
-class DistributedLinearReduceScatterZero(_Zero, DistributedLinearReduceScatter):
-    """As :class:`DistributedLinearReduceScatter`, but each worker keeps only a share of its columns: ZeRO.
-
-    The data-parallel workers cut the output features of the weight and of the bias. All else is as for
-    :class:`DistributedLinearAllGatherZero`.
-
-    Notes
-    -----
-    Linear document, fully-sharded data parallelism; requirement B6.
-
-    Examples
-    --------
-    >>> P_world = MPIPartition(MPI.COMM_WORLD)
-    >>> P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))  # data-parallel blocks
-    >>> layer = DistributedLinearReduceScatterZero(P_x, in_features=6, out_features=8)
-    >>> layer.weight.shape, layer(shard(P_x, torch.rand(4, 6))).shape
-    (torch.Size([4, 6]), torch.Size([4, 8]))
-    """
-
-    _cuts = OUT
 
 
 def _workers(kind: str, P: Partition, dim: int) -> Partition:

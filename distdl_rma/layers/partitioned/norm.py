@@ -51,7 +51,6 @@ from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.arguments import (
     PlacedOptions,
     by_name,
-    check_device,
     check_dims,
     placed_options,
     spatial_dims,
@@ -210,7 +209,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         kind = type(self).__name__
         own, placement = placed_options(type(self), self._allowed, options)
         given = by_name(type(self), *arguments, **options)
-        check_device(kind, given.get("device"))
         like = torchs_layer(type(self), **given)
         axes, found = self.shared(like, P_x)
         extents = tuple(map(as_int, found))

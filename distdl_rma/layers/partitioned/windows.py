@@ -112,7 +112,7 @@ class MaxLayer(WindowLayer):
         operation = None if self.agreement is None else self.agreement.last
         if isinstance(operation, MaxWindows):
             return y, operation.take_indices(y)
-        return y, torch.zeros(y.shape, dtype=torch.int64)
+        return y, torch.zeros(y.shape, dtype=torch.int64, device=y.device)
 
 
 class DistributedPad(WindowLayer):

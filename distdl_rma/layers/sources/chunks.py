@@ -6,8 +6,7 @@ One dimension of 12, in chunks of 5, cut in three::
     blocks     0  1  2  3 | 4  5  6  7 | 8  9 10 11
     fetched    5            10           7              22 elements for 12: 1.83 times
 
-Dimensions are independent: the factor of a grid is the product of theirs. So all grids of the ranks can be
-compared, which are few, and the warning names the best one rather than only saying that this one is bad.
+Dimensions are independent: the factor of a grid is the product of theirs.
 """
 
 from __future__ import annotations
@@ -15,19 +14,16 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.geometry.intervals import Split
 from distdl_rma.layers.sources.reading import label
 
 # Bytes fetched for a byte wanted, above which a grid deserves a warning.
 _ENOUGH = 1.5
-# A volume has so many dimensions that are cut, behind others such as batch and channels.
-_VOLUME = 3
 
 
 def chunks_of(source: Any) -> tuple[Any, ...] | None:
@@ -65,44 +61,23 @@ def fetched_of(source: Any, intervals: Sequence[Iterable[tuple[int, int]]]) -> f
 
 
 def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
-    """Warn if reading the blocks of a layout fetches more than 1.5 times their bytes; local, on one rank.
-
-    The warning names the grid of as many ranks that fetches least. It may also cut dimensions that this one
-    does not cut, but none in front of these and of the last three.
-    """
+    """Warn if reading the blocks of a layout fetches more than 1.5 times their bytes; local, on one rank."""
     chunks, partition = chunks_of(source), layout.partition
     if chunks is None or 0 in layout.shape or partition.me != partition.ranks[0]:
         return
-    edges = [_edges(extent, chunk) for extent, chunk in zip(layout.shape, chunks, strict=True)]
-    factor = prod(map(_fetched, edges, map(_intervals, layout.splits), layout.shape))
-    if factor <= _ENOUGH:
-        return
-    cut = [d for d, split in enumerate(layout.splits) if split.parts > 1]
-    first = min(*cut, max(len(edges) - _VOLUME, 0))
-
-    @cache
-    def fetched(dim: int, parts: int) -> float:
-        return _fetched(edges[dim], _intervals(Balanced(layout.shape[dim], parts)), layout.shape[dim])
-
-    def total(grid: Sequence[int]) -> float:
-        return prod(fetched(first + d, parts) for d, parts in enumerate(grid))
-
-    grids = [
-        grid
-        for grid in _grids(partition.size, len(edges) - first)
-        if all(parts <= extent for parts, extent in zip(grid, layout.shape[first:], strict=True))
+    cost = [
+        _fetched(_edges(extent, chunk), _intervals(split), extent)
+        for extent, chunk, split in zip(layout.shape, chunks, layout.splits, strict=True)
     ]
-    # Of equal ones the one whose blocks are most like cubes.
-    best = min(grids, key=lambda grid: (total(grid), max(grid)), default=None)
-    advice = "no grid of these ranks does better"
-    if best is not None and total(best) < factor:
-        advice = f"the grid {'x'.join(map(str, best))} of the last dimensions fetches {total(best):.2f} times"
-    warnings.warn(
-        f"{label(source)}: chunks of {chunks} are read whole, so that the blocks of grid {partition.shape}"
-        f" fetch {factor:.2f} times the bytes that they want; {advice}; or write the array with chunks that"
-        f" divide the blocks of {layout.box(partition.me).shape}",
-        stacklevel=stacklevel + 1,
-    )
+    if prod(cost) > _ENOUGH:
+        cut = [d for d, each in enumerate(cost) if each > 1]
+        warnings.warn(
+            f"{label(source)}: chunks of {chunks} are read whole, so that the blocks of grid"
+            f" {partition.shape} fetch {prod(cost):.2f} times the bytes that they want; cut other dimensions"
+            f" than {cut}, or write the array with chunks that divide the blocks of"
+            f" {layout.box(partition.me).shape}",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _edges(extent: int, chunk: Any) -> Sequence[int]:
@@ -124,13 +99,3 @@ def _fetched(edges: Sequence[int], intervals: Iterable[tuple[int, int]], extent:
             last = min(edges[bisect_left(edges, stop)], extent)
             total += last - edges[bisect_right(edges, start) - 1]
     return total / max(extent, 1)
-
-
-def _grids(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
-    # All grids of so many dimensions with as many places as there are ranks.
-    if dims == 1:
-        yield (ranks,)
-        return
-    for parts in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        for rest in _grids(ranks // parts, dims - 1):
-            yield (parts, *rest)

@@ -1,4 +1,4 @@
-"""HDF5 files: the lock around their library, and links that stay within the folder of a file.
+"""HDF5 files: the lock around their library, and links that stay within a file.
 
 All calls of HDF5 in a process wait for each other, those of libraries above it too::
 
@@ -14,8 +14,8 @@ h5py has a lock of its own, but netCDF4 does not take it. A loader reads in a th
 user reads too, so that one lock is around both.
 
 A file of HDF5 may show elements of other files: by external links, external storage and virtual datasets.
-Whoever sends such a file could make a rank read any file of the user. So elements come from the folder of the
-file alone, and the library is asked only after this is checked.
+Whoever sends such a file could make a rank read any file of the user. So all three are refused, before the
+library opens another file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
 from io import BufferedReader
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -86,41 +85,26 @@ def behind_links(h5py: Any, path: str, name: str) -> Any:
         if isinstance(link, h5py.HardLink):
             found, parts = found[parts[0]], parts[1:]
             continue
-        parts = [*link.path.split("/"), *parts[1:]]
         if isinstance(link, h5py.ExternalLink):
-            path = _beside(path, link.filename, Path(path).parent, Path(path).resolve().parent)
-            found = hdf5_file(h5py, path)
-        elif link.path.startswith("/"):
+            raise _refused(path, f"{name!r} leads into the file {link.filename!r}")
+        parts = [*link.path.split("/"), *parts[1:]]
+        if link.path.startswith("/"):
             found = found.file
     return None
 
 
-def check_near(h5py: Any, found: Any, seen: tuple[Any, ...] = ()) -> None:
-    """``DataError`` if a dataset has elements in files elsewhere, or lacks some that it shows as filled.
-
-    The library shows the fill value where a source of a virtual dataset is missing: a silently wrong number.
-    """
-    path = found.file.filename
-    for name, *_ in found.external or ():
-        # The library looks for these from where the process is.
-        _beside(path, name, Path.cwd())
-    sources = found.virtual_sources() if found.is_virtual else ()
-    for other, name in dict.fromkeys((each.file_name, each.dset_name) for each in sources):
-        place = path if other == "." else _beside(path, other, Path(path).parent)
-        source = behind_links(h5py, place, name)
-        if not isinstance(source, h5py.Dataset) or source in seen:
-            raise DataError(f"{path}: shows elements of a dataset {name!r} in {place}, where none is")
-        check_near(h5py, source, (*seen, source))
+def check_own(found: Any) -> None:
+    """``DataError`` if a dataset has elements in other files or datasets."""
+    path, name = found.file.filename, found.name
+    if found.external:
+        raise _refused(path, f"{name!r} has elements in the file {found.external[0][0]!r}")
+    if found.is_virtual:
+        # The library shows the fill value where a source is missing: a silently wrong number.
+        raise _refused(path, f"{name!r} is virtual: it shows elements of other datasets")
 
 
-def _beside(path: str, other: str, *homes: Path) -> str:
-    # The path of a file that a file names, in the first of the folders where HDF5 looks for it. A file of a
-    # server has no folder.
-    near = Path(path).is_file() and not Path(other).is_absolute()
-    for place in [home / other for home in homes] if near else ():
-        if place.is_file() and place.resolve().is_relative_to(Path(path).resolve().parent):
-            return str(place)
-    raise DataError(
-        f"{path}: has elements in the file {other!r}, which must be within the folder of {path}, under a"
-        f" relative path; if you trust both, pass the dataset: shard(grid, h5py.File({path!r})[name])"
+def _refused(path: str, reason: str) -> DataError:
+    return DataError(
+        f"{path}: {reason}; elements are read from the dataset itself alone: pass the path of the file that"
+        f" has them, or, if you trust all of these files, the dataset: shard(grid, h5py.File({path!r})[name])"
     )

@@ -3,8 +3,8 @@
 Every source has ``shape``, ``dtype``, ``chunks`` and slicing, and can be pickled. What stands behind it::
 
     .npy, .nii, contiguous HDF5 and TIFF       RawArray: bytes at offsets, no library, no open file
-    other HDF5, .nc, .zarr, other TIFF, URLs   FileSource: the library's array, opened again in each process
-    those with attributes of packing           Packed around one of both
+    other HDF5, .nc, .zarr, other TIFF, URLs,
+    scaled .nii                                FileSource: the library's array, opened again in each process
     an array that the user has opened          itself
 
 A file of a stranger is input: a header is held against the size of its file before anything is allocated,
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from struct import unpack
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -31,9 +31,8 @@ import numpy as np
 from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_hdf5, of_nifti, of_tiff
-from distdl_rma.layers.sources.hdf5 import behind_links, check_near, hdf5_file, hdf5_lock
-from distdl_rma.layers.sources.netcdf_header import check_netcdf_header
-from distdl_rma.layers.sources.packed import unpacked
+from distdl_rma.layers.sources.hdf5 import behind_links, check_own, hdf5_file, hdf5_lock
+from distdl_rma.layers.sources.packed import SCALES, check_stored
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import text_of, torch_dtype
 from distdl_rma.layers.sources.remote import check_found, is_url, needed, opened, reason, version_of
@@ -64,6 +63,8 @@ class Format(NamedTuple):
     locked: bool = False
     # Whether an array is a folder.
     folder: bool = False
+    # Whether its library returns elements of other types than that of the array, which is of what is stored.
+    unpacks: bool = False
 
 
 def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) -> Any:
@@ -87,7 +88,7 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
     -------
     object
         With ``shape``, ``dtype``, ``chunks`` (None if boxes are read alone) and slicing. Packed elements of
-        NetCDF, HDF5, Zarr and NIfTI are unpacked by their attributes, and missing floats are NaN.
+        NetCDF and NIfTI are unpacked by their libraries, and missing floats are NaN.
 
         Of a path it also has ``axes``, the names of dimensions such as ``("c", "z", "y", "x")``; ``spacing``
         and ``origin``, a number for each, so that element ``i`` lies at ``origin + spacing * i``; and
@@ -102,8 +103,8 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
         If the suffix is unknown, or the name is missing or not in the file.
     DataError
         If the file is missing, truncated or may not be read, if its header does not fit it, if it would run
-        code or has elements in files elsewhere, or if the package that reads it is not installed. If a server
-        fails, is silent, or answers by whole files.
+        code or has elements in other files, if elements of HDF5 or Zarr are packed, or if the package that
+        reads it is not installed. If a server fails, is silent, or answers by whole files.
     ShapeError
         If torch does not have such elements.
     UnsupportedError
@@ -184,6 +185,9 @@ class FileSource:
         self.dtype: Any = array.dtype
         # Before anything is read: a codec for objects may run code.
         torch_dtype(self, self.dtype)
+        if kind.unpacks:
+            with hdf5_lock(kind.locked):
+                self.dtype = array[(slice(0, 0),) * len(self.shape)].dtype
         self.chunks = chunks_of(array)
         self.axes, self.spacing, self.origin, self.units = where
         # A Zarr array is many files, of which none has a version of all.
@@ -248,24 +252,18 @@ def hdf5(path: str, name: str | None) -> tuple[Any, Dimensions]:
     with hdf5_lock():
         found = name and behind_links(h5py, path, name)
         if not isinstance(found, h5py.Dataset):
-            file, names, links = hdf5_file(h5py, path), list[str](), list[str]()
+            file, names = hdf5_file(h5py, path), list[str]()
             file.visititems(lambda key, one: names.append(key) if isinstance(one, h5py.Dataset) else None)
-            file.visititems_links(
-                lambda key, one: None if isinstance(one, h5py.HardLink) else links.append(key)
-            )
-            name = chosen(path, names if len(names) == 1 and name is None else names + links, name)
-            found = behind_links(h5py, path, name)
-            if not isinstance(found, h5py.Dataset):
-                raise ArgumentError(f"{path}: {name!r} is a link that leads to no dataset")
-        check_near(h5py, found)
+            found = behind_links(h5py, path, chosen(path, names, name))
+        check_own(found)
         if found.shape is None:
             raise DataError(f"{path}: the dataset {found.name!r} is null: it has a type, but no elements")
+        check_stored(path, found, found.attrs)
         # Contiguous data that needs no conversion is read from the file itself.
         array, offset = found, found.id.get_offset()
         if offset is not None and found.id.get_type() == h5py.h5t.py_create(found.dtype, logical=True):
-            place = path if is_url(path) else found.file.filename
-            array = RawArray(place, np.dtype(found.dtype.str), found.shape, offset).check_size()
-        return unpacked(path, array, found.attrs), of_hdf5(found)
+            array = RawArray(path, np.dtype(found.dtype.str), found.shape, offset).check_size()
+        return array, of_hdf5(found)
 
 
 def _netcdf(path: str, name: str | None) -> tuple[Any, Dimensions]:
@@ -276,7 +274,7 @@ def _netcdf(path: str, name: str | None) -> tuple[Any, Dimensions]:
             " the file, or have it as Zarr"
         )
     with hdf5_lock():
-        check_netcdf_header(path)
+        _check_netcdf(path)
         file = netcdf.Dataset(path)
         groups, names = [file], []
         for group in groups:
@@ -289,15 +287,31 @@ def _netcdf(path: str, name: str | None) -> tuple[Any, Dimensions]:
             # A variable that is called as a dimension, but is none of its coordinates, has another name.
             for each in (place, f"{home}/_nc4_non_coord_{last}"):
                 if isinstance(lies := behind_links(h5py, path, each), h5py.Dataset):
-                    check_near(h5py, lies)
-        # The library would round floats by an integral factor, and fails at some unsigned integers.
-        found.set_auto_maskandscale(False)
-        attributes = {each: found.getncattr(each) for each in found.ncattrs()}
-        stored = getattr(found.dtype, "str", "")[1:]
-        # Bytes have no default, since all of them occur.
-        if "_Unsigned" not in attributes and stored not in ("i1", "u1"):
-            attributes.setdefault("_FillValue", netcdf.default_fillvals.get(stored))
-        return unpacked(path, found, attributes), known(len(found.shape), axes=found.dimensions)
+                    check_own(lies)
+        scale, offset = (np.asarray(getattr(found, each, np.nan)) for each in SCALES)
+        if scale == 1 and offset == 0 and not np.can_cast(found.dtype, scale.dtype):
+            raise DataError(
+                f"{path}: netCDF4 would round elements of {found.dtype} to {scale.dtype}, the type of"
+                f" scale_factor; pass the variable {place!r} after set_auto_scale(False)"
+            )
+        return found, known(len(found.shape), axes=found.dimensions)
+
+
+def _check_netcdf(path: str) -> None:
+    # The C library allocates what a header of a classic format says, and reads zeros where such a file was
+    # cut off, which no later check could tell from data. Scipy maps all variables, and so fails at both.
+    with Path(path).open("rb") as file:
+        if file.read(3) != b"CDF":
+            return
+    netcdf_file = needed("scipy.io", "netcdf").netcdf_file
+    try:
+        with netcdf_file(path, mmap=True):
+            pass
+    except Exception as error:
+        raise DataError(
+            f"{path}: its NetCDF header does not fit the file, which is truncated, or scipy does not know it"
+            f" ({error}); copy or write it again; a whole one is converted by: nccopy -k nc4 {path} new.nc"
+        ) from error
 
 
 def _tiff(path: str, name: str | None) -> tuple[Any, Dimensions]:
@@ -336,20 +350,20 @@ def _nifti(path: str, name: str | None) -> tuple[Any, Dimensions]:
         raise ArgumentError(f"{path} has one array, without a name, got {name!r}")
     nibabel = needed("nibabel")
     if is_url(path):
-        with opened(path) as file:
-            kind = nibabel.Nifti2Image if file.read(4) in _NIFTI_2 else nibabel.Nifti1Image
-            file.seek(0)
-            image = kind.from_stream(file)
+        file = opened(path)
+        kind = nibabel.Nifti2Image if file.read(4) in _NIFTI_2 else nibabel.Nifti1Image
+        file.seek(0)
+        image = kind.from_stream(file)
     else:
         image = nibabel.load(path)
     found = image.dataobj
     array = RawArray(path, found.dtype, found.shape, found.offset, fortran=found.order == "F").check_size()
-    scales = {"scale_factor": found.slope, "add_offset": found.inter}
-    packing = {name: each for name, each in scales.items() if each != (name[0] == "s")}
-    return unpacked(path, array, packing), of_nifti(image)
+    scaled = (found.slope, found.inter) != (1, 0)
+    return found if scaled else array, of_nifti(image)
 
 
-_HDF5, _NETCDF, _TIFF = Format(hdf5, locked=True), Format(_netcdf, locked=True), Format(_tiff)
+_HDF5, _TIFF = Format(hdf5, locked=True), Format(_tiff)
+_NETCDF = Format(_netcdf, locked=True, unpacks=True)
 _FORMATS = {
     ".npy": Format(npy),
     ".h5": _HDF5,
@@ -362,5 +376,5 @@ _FORMATS = {
     ".ozx": Format(zarr_array),
     ".tif": _TIFF,
     ".tiff": _TIFF,
-    ".nii": Format(_nifti),
+    ".nii": Format(_nifti, unpacks=True),
 }

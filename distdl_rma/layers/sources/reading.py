@@ -4,9 +4,9 @@
 
     numpy, a raw file     array            taken as it is, if nobody else refers to it; else copied
     h5py, Zarr            array            likewise
-    netCDF4, packed       masked array     missing floats are NaN; missing integers are an error
+    netCDF4               masked array     missing floats are NaN; missing integers are an error
     tensorstore           a promise        .read().result()
-    dask, xarray          a graph          .compute(scheduler="synchronous"), .values
+    dask, xarray          a graph          .compute(scheduler="synchronous")
     torch                 a tensor         copied
     others                whatever         DLPack, else __array__
 
@@ -132,7 +132,7 @@ def read_box(source: Any, box: Sequence[slice]) -> torch.Tensor:
 
     The source is sliced once. A tensor or a numpy array is taken as it comes. Other results become one by the
     first that they have: ``.read().result()`` (tensorstore), ``.compute(scheduler="synchronous")`` (dask),
-    ``.values`` (xarray), DLPack, ``__array__``. A result that nobody else refers to is not copied.
+    DLPack, ``__array__``. A result that nobody else refers to is not copied.
     Calls of libraries that may read HDF5 or NetCDF wait for each other in a process. The box has one slice
     for each dimension, with a positive step, and may be empty. Masked floats become NaN.
 
@@ -237,8 +237,6 @@ def _in_memory(part: Any) -> tuple[torch.Tensor | NDArray[Any], bool]:
         return part.read().result(), True
     if callable(getattr(part, "compute", None)):
         part = part.compute(scheduler="synchronous")
-    values = getattr(part, "values", part)
-    part = part if callable(values) else values
     if not isinstance(part, (torch.Tensor, np.ndarray)):
         part = torch.utils.dlpack.from_dlpack(part) if hasattr(part, "__dlpack__") else np.asarray(part)
     return part, False

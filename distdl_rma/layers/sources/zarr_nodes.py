@@ -21,7 +21,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from distdl_rma.errors import ArgumentError, DataError, UnsupportedError
 from distdl_rma.layers.sources.dimensions import Dimensions, of_attributes, of_level, ome
-from distdl_rma.layers.sources.packed import unpacked
+from distdl_rma.layers.sources.packed import check_stored
 from distdl_rma.layers.sources.remote import filesystem, is_url, needed, opened
 
 # A store, and what is within it.
@@ -57,7 +57,7 @@ def chosen(path: str, names: Iterable[str], name: str | None) -> str:
 
 
 def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
-    """An array of Zarr, unpacked, and its dimensions."""
+    """An array of Zarr, and its dimensions."""
     zarr, (home, inner) = needed("zarr", "zarr"), store_of(path)
     store, root = _store(zarr, home)
 
@@ -69,13 +69,9 @@ def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
     try:
         found = node(*parts)
     except _MISSING:
-        *above, last = parts
-        levels = _names(zarr, node(*above), every=True)
-        if not (last.isdecimal() and int(last) < len(levels)):
-            if name is not None:
-                chosen(path, _names(zarr, node(inner), every=True), name)
-            raise
-        found = node(*above, levels[int(last)])
+        if name is not None:
+            chosen(path, _names(zarr, node(inner), every=True), name)
+        raise
     while isinstance(found, zarr.Group):
         names, before = _names(zarr, found), f"{name.strip('/')}/" if name else ""
         # A name without letters would lead here again.
@@ -90,7 +86,8 @@ def zarr_array(path: str, name: str | None) -> tuple[Any, Dimensions]:
     if "_ARRAY_DIMENSIONS" in attributes and metadata.zarr_format == _ZARR_2:
         # There xarray writes its fill value to this place.
         attributes.setdefault("_FillValue", found.fill_value)
-    return unpacked(path, found, attributes), where
+    check_stored(path, found, attributes)
+    return found, where
 
 
 def _store(zarr: Any, path: str) -> tuple[Any, str]:

@@ -107,7 +107,7 @@ def grid_for(
         return grid
     everyone, rank = (machine.ranks, machine.rank) if machine is not None else ((), 0)
     ranks = everyone if ranks is None else ranks
-    shape = _blocks(grid, dims, len(ranks))
+    shape = blocks_of(grid, dims, len(ranks))
     if shape is None:
         raise ArgumentError(
             f"a grid is given as '2x2', (2, 2), {{'H': 2, 'W': 2}} or a Partition, of at most {dims}"
@@ -124,9 +124,10 @@ def grid_for(
     return Partition(ranks, shape, rank, machine)
 
 
-def _blocks(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
-    # The number of blocks in each dimension; None if the grid is of no known form. Letters are those of
-    # torch's documents, for tensors with batch and channels: "NCDHW" in 3-D, "NCHW" in 2-D, "NCW" in 1-D.
+def blocks_of(grid: Any, dims: int, ranks: int) -> tuple[int, ...] | None:
+    """The number of blocks in each dimension; None if the grid is of no known form."""
+    # Letters are those of torch's documents, for tensors with batch and channels: "NCDHW" in 3-D, "NCHW" in
+    # 2-D, "NCW" in 1-D.
     letters = "NC" + "DHW"[5 - dims :] if 3 <= dims <= 5 else ""
     numbers: tuple[int, ...] = ()
     if isinstance(grid, str):

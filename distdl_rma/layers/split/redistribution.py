@@ -39,6 +39,7 @@ from distdl_rma.layers.ops.core.staged import Moves, movement_between
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import Site, may_move
+from distdl_rma.layers.staging import down, up
 
 
 def reduced(
@@ -57,8 +58,9 @@ def reduced(
     sums = site.kept(key, lambda: reduction_of(machine, ranks, x.numel(), element, op, name), some)
     with machine.trace.span("wait", site.name):
         flat = x.detach().to(wide).reshape(-1)
-        result = as_tensor(sums(as_array(flat if x.is_cpu else flat.cpu())), wide)
-    return result.view(x.shape).to(x.device, x.dtype, copy=True)
+        result = as_tensor(sums(as_array(flat if x.is_cpu else down(flat))), wide)
+    result = result.view(x.shape).to(x.dtype, copy=True)
+    return result if x.is_cpu else up(result, x.device)
 
 
 # Redistributions that the user asked for; all others are done by rules.
@@ -66,6 +68,10 @@ BY_USER = "redistribute"
 
 
 class _AllSum(OperatorFunction):
+    # So a loss has second derivatives, as its own gradient is a constant. Those of a function of the loss,
+    # such as its square, have terms of two ranks, and are refused.
+    hands_on = True
+
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, site: Site, ranks: Sequence[int]) -> torch.Tensor:
         return reduced(site, x, ranks)

@@ -96,7 +96,7 @@ def shard(grid: Grid, x: Any) -> SplitTensor:
     partition = grid_for(grid, None if isinstance(grid, Partition) else Machine.on(), len(x.shape))
     refuse_tangents(shard, [x])
     local = balanced_block(partition, x)
-    if problem := problem_with(local, "the tensor", on_device=True):
+    if problem := problem_with(local, "the tensor"):
         raise ShapeError(f"shard: {problem}")
     if isinstance(x, torch.Tensor) and x.requires_grad:
         local.requires_grad_()

@@ -47,7 +47,7 @@ from distdl_rma.layers.ops.core.autograd import (
     recomputed_by_all,
     run_eager,
 )
-from distdl_rma.layers.ops.core.tensors import no_autocast, problem_with
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast, problem_with
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.autocast import castable, dtype_for
 from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN
@@ -59,7 +59,7 @@ from distdl_rma.layers.split.entry import agree_on_layout
 from distdl_rma.layers.split.function_nodes import OF_NO_BLOCK, enter_graph, runs
 from distdl_rma.layers.split.plain_operands import gathered
 from distdl_rma.layers.split.redistribution import redistributed
-from distdl_rma.layers.staging import backward_in_this_thread
+from distdl_rma.layers.staging import backward_in_this_thread, explain_memory
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
 
@@ -221,7 +221,7 @@ class SplitTensor(torch.Tensor):
             If the blocks form no grid, or this block is not the balanced block of ``shape``.
         """
         refuse_tangents("SplitTensor.from_local", [local])
-        problem = problem_with(local, "a block", on_device=True)
+        problem = problem_with(local, "a block")
         if isinstance(local, SplitTensor):
             problem = "a block is of type SplitTensor, wanted a plain tensor, as of its to_local()"
         if not partition.active:
@@ -389,10 +389,11 @@ class SplitTensor(torch.Tensor):
             return run_eager(cls.__torch_function__, func, types, args, kwargs)
         with _NO_SUBCLASS():
             rule = RULES[func if func in RULES else WITHOUT_RULE]
-            if rule.casts and torch.is_autocast_enabled("cpu"):
-                args, kwargs = _cast(rule.casts, (args, kwargs or _NOTHING))
-                with no_autocast():
-                    return cls.__torch_function__(func, types, args, kwargs)
+            if rule.casts and AUTOCASTS():
+                cast = _cast(rule.casts, (args, kwargs or _NOTHING))
+                if cast is not None:
+                    with no_autocast():
+                        return cls.__torch_function__(func, types, *cast)
             THREAD.place = None
             if CALL_TRACES:
                 note(func, rule.kind, args, kwargs or _NOTHING)
@@ -479,8 +480,12 @@ TENSORS.add(SplitTensor)
 
 
 def _cast(name: str, given: Any) -> Any:
-    # Arguments with autocast's dtypes; their gradients have the dtypes from before.
-    dtype = dtype_for(name, [x for x in tensors_in(given) if castable(x)])
+    # Arguments with autocast's dtypes, or None if they keep theirs. Gradients have the dtypes from before.
+    among = tensors_in(given)
+    kind = next(x.device.type for x in among if isinstance(x, SplitTensor))
+    dtype = dtype_for(name, [x for x in among if castable(x)], kind)
+    if dtype is None:
+        return None
 
     def cast(x: torch.Tensor) -> torch.Tensor:
         if x.dtype == dtype or not castable(x):
@@ -525,11 +530,17 @@ def _memory(x: torch.Tensor) -> int:
 def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> UnsupportedError | None:
     # The refusal in place of torch's error about tensors on a device and on the host; None for other errors.
     there = next((x._local for x in among if isinstance(x, SplitTensor) and not x._local.is_cpu), None)
-    if there is None or isinstance(error, DistdlError) or "device" not in str(error):
+    explain_memory(error, name_of(func), among)
+    known = isinstance(error, (DistdlError, torch.OutOfMemoryError, torch.AcceleratorError))
+    if there is None or known or "device" not in str(error):
         return None
-    return refused(
-        func, f"{error} (are all its tensors on {there.device}? If so, its rule computes on the CPU only)"
-    )
+    tensors = [x for x in among if isinstance(x, torch.Tensor)]
+    if len({x.device for x in tensors}) > 1:
+        each = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
+        return UnsupportedError(
+            f"{name_of(func)} at {user_place().location}: its tensors are {each}: move them to one device"
+        )
+    return refused(func, f"{error} (its rule computes on the CPU, and its tensors are on {there.device})")
 
 
 def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
@@ -542,6 +553,8 @@ def _report_to_peers(error: Exception, among: Sequence[Any]) -> None:
         return
     if isinstance(error, OF_SEVERAL_RANKS):
         home.settle(error, partition.ranks)
+    elif isinstance(error, torch.OutOfMemoryError):
+        home.fail(error)
     else:
         home.segments.announce_error(error)
 

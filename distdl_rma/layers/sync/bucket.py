@@ -12,7 +12,8 @@
 - Torch assigns a computed gradient to ``.grad`` without a copy if nothing else refers to it. So a layer of
   this library may write its gradient into the place that ``offer`` gives it, and no byte is copied.
 - Gradients on a device have their places in memory there, as large as the buffer: one copy goes down before
-  the sum, and one comes up after it.
+  the sum, and one comes up after it. The one that goes down runs beside the kernels of the backward, and the
+  allreduce starts where the host looks next: as another bucket is full, or at the end (``launch``).
 
 Whoever has a view of the buffer keeps the memory of the bucket alive (``_Tenancy``): a program may keep
 ``.grad`` after it has dropped model and GradientSync.
@@ -34,12 +35,15 @@ from torch.autograd import profiler
 from distdl_rma import errors
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.arithmetic import reduction_dtype
+from distdl_rma.layers.dtypes import as_words
 from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.partitioned.core.parameters import Parameters
+from distdl_rma.layers.staging import Descent, from_host, to_host
 from distdl_rma.layers.sync.gradient_groups import ParameterEntry, synchronised
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.consensus import gather_words
+from distdl_rma.segments.large_arrays import copy as copy_words
 from distdl_rma.segments.machine import Machine
 
 
@@ -181,7 +185,8 @@ class _Lent(np.ndarray[Any, Any]):
 class Bucket:
     """Gradients of one kind that share an allreduce, whose name is equal on its ranks; local.
 
-    In each backward: ``offer`` and ``put`` for each gradient, ``start`` once, ``wait`` once, ``reset``. What
+    In each backward: ``offer`` and ``put`` for each gradient, ``start`` once, ``launch`` once where it is
+    ``leaving`` a device, ``wait`` once, ``reset``. What
     did not arrive before ``start`` counts as zero. Memory is released by ``close()``, or when the bucket and
     all gradients in it are freed.
     """
@@ -214,6 +219,8 @@ class Bucket:
         self._written: tuple[list[torch.Tensor], torch.Tensor] | None = None
         # Gradients of the buffer, and in their place memory on the device, likewise; none on the CPU.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The copy of gradients from the device, between ``start`` and ``launch``.
+        self.leaving: Descent | None = None
 
     def offer(self, slot: GradientSlot) -> torch.Tensor | None:
         """Place for a layer to write its gradient to, once per backward; None if the gradient accumulates."""
@@ -229,7 +236,7 @@ class Bucket:
         place = (self._written or self._places())[0][slot.number]
         if gradient is not None:
             # Only a gradient in an offered place may already lie there.
-            if slot.offered and gradient.data_ptr() == place.data_ptr():
+            if slot.offered and gradient.is_set_to(place):
                 self.in_place_nbytes += slot.nbytes
             else:
                 place.copy_(gradient)
@@ -239,7 +246,7 @@ class Bucket:
         return not self._missing
 
     def start(self) -> None:
-        """Start the allreduce; gradients that did not arrive count as zero."""
+        """Start the allreduce, or the copy from a device; gradients that did not arrive count as zero."""
         places, flags = self._places()
         for slot in self.slots if self._missing else ():
             if not slot.ready and slot.pending:
@@ -251,10 +258,19 @@ class Bucket:
             flags.copy_(torch.tensor([slot.flag for slot in self.slots]))
         else:
             flags.fill_(math.inf)
-        if self._staged:
-            here, there = self._staged[id(self.allreduce.active)]
-            here.copy_(there)
         self._written = None
+        if self._staged:
+            _, there = self._staged[id(self.allreduce.active)]
+            self.leaving = to_host([there])
+        else:
+            self.allreduce.start()
+
+    def launch(self) -> None:
+        """Start the allreduce of gradients that are ``leaving`` their device; waits for the copy."""
+        here, _ = self._staged[id(self.allreduce.active)]
+        (words,) = self.leaving.wait()  # type: ignore[union-attr]
+        copy_words(as_words(here), words)
+        self.leaving = None
         self.allreduce.start()
 
     def wait(self) -> None:
@@ -263,7 +279,7 @@ class Bucket:
         gradients, flags = self._views_of(total)
         if self._staged:
             here, there = self._staged[id(total)]
-            there.copy_(here)
+            from_host([as_words(here)], here.numel(), here.dtype, there.device, there)
         for slot, gradient, flag in zip(self.slots, gradients, flags.tolist(), strict=True):
             parameter = slot.parameter()
             if parameter is None:
@@ -283,7 +299,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Prepare for the next backward."""
-        self._missing, self.frozen_in_part = len(self.slots), ""
+        self._missing, self.frozen_in_part, self.leaving = len(self.slots), "", None
         for slot in self.slots:
             slot.base = None
             slot.offered = slot.ready = False

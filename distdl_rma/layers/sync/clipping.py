@@ -50,7 +50,9 @@ class GradientNorms:
             mine = [gradient.detach() for gradient in gradients if gradient is not None and gradient.numel()]
             # Like torch, by the magnitudes of complex numbers.
             mine = [g.abs() if g.is_complex() else g for g in mine]
-            norms = [float(torch.linalg.vector_norm(g, order, dtype=torch.float64)) for g in mine]
+            found = [torch.linalg.vector_norm(g, order, dtype=torch.float64) for g in mine]
+            # One copy from a device.
+            norms = torch.stack(found).tolist() if found else []
         # Not by floats of Python, which raise on this rank alone where a power overflows.
         power = 0.0 if order == math.inf else float((torch.tensor(norms, dtype=torch.float64) ** order).sum())
         # The ranks compare the orders here, before a maximum.

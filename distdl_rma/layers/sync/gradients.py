@@ -7,6 +7,8 @@ One backward of a model with three layers in two buckets, from the last layer to
     bucket 0              . . . . . . . .  start ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  wait: .grad = sum
     bucket 1              . . . . . . . . . . . . . . . . . . . . start ~~~~~~~~~~~  wait: .grad = sum
 
+Gradients on a device are copied down meanwhile: an allreduce starts as another bucket is full, or at the end.
+
 Two hooks of torch report a gradient: ``_computed`` before torch accumulates it (the earlier ``.grad`` is put
 aside, so that only the new gradient is summed), ``_accumulated`` afterwards (it is put into its bucket). A
 callback of torch's engine runs ``_finish`` at the end, also if this rank had no gradient for some bucket:
@@ -445,6 +447,10 @@ class GradientSync(Uncopyable):
         self._on_the_way -= 1
         if bucket.put(slot, parameter.grad):
             profiled(f"GradientSync: start {bucket.name}", bucket.start)
+            if bucket.leaving is not None:
+                for earlier in self._buckets:
+                    if earlier.leaving is not None and earlier.leaving.is_over:
+                        earlier.launch()
         # Advances running allreduces while backward computes the next gradients.
         segments = self._machine.segments
         if segments.waiter.under_way:
@@ -478,8 +484,11 @@ class GradientSync(Uncopyable):
 
     def _sum(self) -> None:
         for bucket in self._buckets:
-            if not bucket.allreduce.running:
+            if bucket.leaving is None and not bucket.allreduce.running:
                 profiled(f"GradientSync: start {bucket.name}", bucket.start)
+        for bucket in self._buckets:
+            if bucket.leaving is not None:
+                bucket.launch()
         for bucket in self._buckets:
             profiled(f"GradientSync: wait {bucket.name}", bucket.wait)
         for bucket in self._buckets:

@@ -49,7 +49,7 @@ from distdl_rma.segments.machine import Machine
 REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _parameters, _children = map(attrgetter, ("_parameters", "_modules"))
-_learns, _dtype = map(attrgetter, ("requires_grad", "dtype"))
+_learns, _kind = attrgetter("requires_grad"), attrgetter("dtype", "device")
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _get: Callable[[ref[nn.Module]], nn.Module | None] = ref.__call__
 _is_there = partial(is_not, None)
@@ -254,9 +254,9 @@ class ModuleWatch:
         self._added = WeakIdKeyDictionary()
         self._modules: list[ref[nn.Module]] = []
         # At the last walk: ``id`` of all that the dictionaries held, valid as long as all of it lives;
-        # ``requires_grad`` and dtypes of the parameters.
-        self._held: tuple[list[int], list[bool], list[torch.dtype], list[ref[Any]]] = [], [], [], []
-        # Dtype of each parameter that learned when it was added; None for the others.
+        # ``requires_grad``, and dtypes and devices of the parameters.
+        self._held: tuple[list[int], list[bool], list[Any], list[ref[Any]]] = [], [], [], []
+        # Dtype and device of each parameter that learned when it was added; None for the others.
         self._learned = WeakIdKeyDictionary()
 
     def add(self, module: nn.Module, prefix: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -268,7 +268,7 @@ class ModuleWatch:
         before, own = self._learned, {*map(id, module.parameters())}
         self._learned = WeakIdKeyDictionary()
         for each in parameters:
-            now = each.dtype if each.requires_grad else None
+            now = _kind(each) if each.requires_grad else None
             self._learned[each] = now if id(each) in own else before.get(each, now)
         self._modules = [*map(ref, self._paths)]
         self._held = [], [], [], []
@@ -283,14 +283,14 @@ class ModuleWatch:
         parameters = [*filter(_is_there, chain.from_iterable(map(_values, map(_parameters, modules))))]
         children = chain.from_iterable(map(_values, map(_children, modules)))
         ids, learns = [*map(id, parameters), *map(id, children)], [*map(_learns, parameters)]
-        dtypes = [*map(_dtype, parameters)]
-        if (ids, learns, dtypes) == self._held[:3]:
+        kinds = [*map(_kind, parameters)]
+        if (ids, learns, kinds) == self._held[:3]:
             return ""
         found = self.walk()
         if not found:
             # The ``id`` of a dead object may be used again, so a death invalidates the list.
             refs = [ref(one, lambda _: ids.clear()) for one in (*parameters, *modules)]
-            self._held = ids, learns, dtypes, refs
+            self._held = ids, learns, kinds, refs
         return found
 
     def walk(self) -> str:
@@ -304,9 +304,10 @@ class ModuleWatch:
                 if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                     continue
                 before = self._learned.get(parameter)
-                if parameter.dtype == before:
+                if _kind(parameter) == before:
                     continue
-                what = "unfrozen" if before is None else f"made {parameter.dtype}"
+                made = "{} on {}".format(*_kind(parameter))
+                what = "unfrozen" if before is None else f"made {made}"
                 what = what if parameter in self._learned else "replaced or added"
                 return f"parameter {under(path, key)!r} was {what}"
             for key, child in part._modules.items():
@@ -318,7 +319,6 @@ class ModuleWatch:
 def not_on_one_device(module: nn.Module) -> str:
     """Message about a parameter or buffer that is not where the others are; empty if there is none."""
     first = next(chain(module.parameters(), module.buffers()), None)
-    own = [(path, part) for path, part in module.named_modules() if isinstance(part, DistributedLayer)]
     for name, x in chain(module.named_parameters(), module.named_buffers()):
         if isinstance(x, UninitializedParameter) or first is None:
             continue
@@ -327,12 +327,6 @@ def not_on_one_device(module: nn.Module) -> str:
         if x.device != first.device:
             return (
                 f"{name!r} is on {x.device}, but others are on {first.device}: move the model to one device"
-            )
-        if own and not x.is_cpu:
-            path, part = own[0]
-            return (
-                f"{name!r} is on {x.device}, but layers with explicit partitions, such as {path!r}, a"
-                f" {type(part).__name__}, compute on the CPU only: call model.cpu()"
             )
     return ""
 

@@ -38,8 +38,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
     found a value that is not finite.
 
     ``step`` and ``unscale_`` are collective over the machine and block. ``machine`` may be a partition of its
-    ranks; ``arguments`` are torch's without the device, which is the CPU. ``MismatchError`` on all ranks if
-    their scales differ.
+    ranks; ``arguments`` are torch's without the device, which is that of the loss. ``MismatchError`` on all
+    ranks if their scales differ.
 
     Examples
     --------
@@ -62,8 +62,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         groups = [{"params": [_in_reals(p) for p in group["params"]]} for group in optimizer.param_groups]
         in_reals: Any = SimpleNamespace(param_groups=groups)
         found = super()._unscale_grads_(in_reals, *arguments)
-        mine, scale = max(map(float, found.values()), default=0.0), self.get_scale()
-        anywhere, largest, negative = self._found([mine, scale, -scale]).tolist()
+        # One copy from a device, where the scale is, too.
+        here: Any = self._scale
+        *mine, scale = torch.stack([x.to(here.device) for x in (*found.values(), here)]).tolist()
+        anywhere, largest, negative = self._found([max(mine, default=0.0), scale, -scale]).tolist()
         if largest != -negative:
             raise MismatchError(
                 f"GradScaler: the scale is {largest} on one rank and {-negative} on another: give all ranks"

@@ -185,19 +185,19 @@ class _AllreduceByNodes(SteppedAlgorithm):
         size, terms = share.stop - share.start, f"collective=Allreduce\n{reduction.terms}"
         # Equal on all ranks, even if shares differ, or this rank has none.
         pieces = number_of_pieces(count * element.wide.itemsize // layout.shares, number)
-        super().__init__(site, count, element.storage, layout.same_share, terms, pieces)
+        super().__init__(site, count, element.storage, layout.same_share, terms)
         self.reduction, self._share, self._elements = reduction, share, size
         # For even and odd steps the shares of all vectors, looked up once.
         self._cuts: dict[int, _Cut] = {}
         # The pieces of the share, and the part of each piece that each node sums.
-        self._pieces = slices(size, self.pieces)
+        self._pieces = slices(size, pieces)
         self._splits = [Listed(Balanced(at.stop - at.start, number).lengths) for at in self._pieces]
         # MPI reads the vector itself if a rank is alone on its node.
         self._direct = len(layout.here) == 1 and element.exact
         # For the pieces under way, in the type of the reduction: the sums of this node, and this rank's part
         # of the sums of all nodes.
         whole, mine = self._splits[0].extent, self._splits[0].lengths[layout.my_node]
-        across, ring = number > 1, min(self.pieces, _UNDER_WAY)
+        across, ring = number > 1, min(pieces, _UNDER_WAY)
         sums = (ring if across and not self._direct else 0, whole)
         self._sums, self._parts = np.empty(sums, element.wide), np.empty((across * ring, mine), element.wide)
 
@@ -220,7 +220,7 @@ class _AllreduceByNodes(SteppedAlgorithm):
         if cut.reduce is not None:
             cut.reduce()
         else:
-            yield from in_pieces(map(self._combine, repeat(cut), range(self.pieces)))
+            yield from in_pieces(map(self._combine, repeat(cut), range(len(self._pieces))))
         self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
 
     def _cut(self, rows: list[Array]) -> _Cut:

@@ -84,32 +84,12 @@ class Barrier:
             if self._come:
                 self._come.clear()
             self._manager.begin(self._operation, self._epoch)
-        try:
-            come = timeout is None and self._all_come_soon()
-        except BaseException:
-            self._manager.defer(self._advance)
-            raise
-        if not come:
-            # This rank also passes notifications on if it gives up waiting.
-            self._manager.defer(self._advance)
-            self._manager.waiter.until(self._advance, self._waiting, timeout)
-            self._manager.withdraw(self._advance)
+        # This rank also passes notifications on if it gives up waiting.
+        self._manager.defer(self._advance)
+        self._manager.waiter.until(self._advance, self._waiting, timeout)
+        self._manager.withdraw(self._advance)
         self._at, self._notified = self._turns, -1
         return self._largest
-
-    def _all_come_soon(self) -> bool:
-        # The first turns of a wait, with few calls for each look.
-        words, looks, first = self._words, range(self._manager.waiter.spins), (self._epoch & 1) * self._turns
-        while looks:
-            if self._advance():
-                return True
-            word, wanted = first + self._at, self._epoch << _VALUE_BITS
-            for _ in looks:
-                if words[word] >= wanted:
-                    break
-            else:
-                return False
-        return False
 
     def close(self) -> None:
         """Free the memory once no rank writes to it any more; local, idempotent."""

@@ -16,7 +16,6 @@ from mpi4py import MPI
 
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments.collectives.barrier import Barrier
-from distdl_rma.segments.collectives.node_layout import Run, clipped
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
@@ -52,15 +51,6 @@ def number_of_pieces(nbytes: int, nodes: int) -> int:
 def slices(count: int, number: int) -> list[slice]:
     """Cut ``count`` elements into balanced pieces, some of them empty if there are few elements."""
     return [slice(*ends) for ends in map(Balanced(count, number or 1).interval, range(number))]
-
-
-def pieces_of_all(parts: Sequence[Sequence[Run]], number: int) -> list[list[tuple[Run, ...]]]:
-    """Cut the parts of every node into ``number`` pieces; return for each piece its slices by node."""
-    cuts = [slices(sum(part.size for part in of_node), number) for of_node in parts]
-    return [
-        [tuple(clipped(of_node, at.start, at.stop)) for of_node, at in zip(parts, of_piece, strict=True)]
-        for of_piece in zip(*cuts, strict=True)
-    ]
 
 
 def in_pieces(pieces: Iterable[Stages]) -> Script:
@@ -164,24 +154,16 @@ class Messages:
         """Largest tag of a message."""
         return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
-    def gather_all(
-        self, mine: Array | None, out: Array, counts: Sequence[int], places: Sequence[int] | None = None
-    ) -> Script:
-        """Begin an all-gather of vectors into ``out``; ``counts`` are their bytes, 0 for ranks without one.
-
-        In ``out`` the vectors are contiguous, or begin at the bytes ``places``. If ``mine`` is None, this
-        rank's vector is there already.
-        """
+    def gather_all(self, mine: Array, out: Array, counts: Sequence[int]) -> Script:
+        """Begin an all-gather of vectors into ``out``; ``counts`` are their bytes, 0 of ranks without one."""
         filled = [position for position, count in enumerate(counts) if count]
         if len(filled) == 1:
-            begin = 0 if places is None else places[filled[0]]
-            data = out.view(np.uint8)[begin : begin + counts[filled[0]]]
-            if mine is not None and self.comm.rank == filled[0]:
+            data = out.view(np.uint8)[: counts[filled[0]]]
+            if self.comm.rank == filled[0]:
                 data[...] = mine.view(np.uint8)
             return self.broadcast(data, filled[0])
-        sent = MPI.IN_PLACE if mine is None else _bytes(mine)
-        request = self.comm.Iallgatherv(sent, [out.view(np.uint8), (tuple(counts), places), MPI.BYTE])
-        return self.begun(request, out.nbytes, out if mine is None else mine, out)
+        request = self.comm.Iallgatherv(_bytes(mine), [out.view(np.uint8), (tuple(counts), None), MPI.BYTE])
+        return self.begun(request, out.nbytes, mine, out)
 
     def gather(self, mine: Array, out: Array, counts: Sequence[int], position: int) -> Script:
         """Begin to gather the vectors of all ranks in ``out`` of one rank; ``counts`` are their bytes."""

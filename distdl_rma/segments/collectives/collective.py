@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distdl_rma.errors import ProtocolError, ShapeError
-from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
@@ -105,17 +104,14 @@ class Collective:
         self._advance = algorithm.advance
         spins = self._manager.waiter.spins and not algorithm.needs_progress
         self._looks = range(_LOOKS if spins else 1)
-        self._reset_barrier: Barrier | None = None
-        self._reset_to: int | None = None
         self._steps = 0
         self._running = False
         self._valid = False  # whether there is a result
         self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` was not called since
         self._connected = False
         self._closed = False
-        # Parts with memory, which ``close`` frees, or the garbage collection of the collective.
-        self._parts: list[Algorithm | Barrier] = [algorithm]
-        self._close = weakref.finalize(self, _give_back, self._manager, self._parts)
+        # The garbage collection of the collective frees its memory too.
+        self._close = weakref.finalize(self, _give_back, self._manager, algorithm)
 
     @property
     def active(self) -> Array:
@@ -214,29 +210,6 @@ class Collective:
                 return
         self._manager.waiter.until(advance, self._algorithm.waiting, timeout)
 
-    def reset(self, timeout: float | None = None) -> None:
-        """Make the collective usable again after a step that some ranks did not start, or did not wait for.
-
-        Collective over its ranks, blocking: all of them call it, whatever each did last. Ranks that did not
-        start a step which others started take part in it with zeros; all results are dropped. It cannot
-        follow a ``PeerFailedError``, which ends the whole machine, nor an interrupted step.
-        """
-        self._check()
-        self.connect(timeout)
-        if self._reset_to is None:
-            if self._reset_barrier is None:
-                self._reset_barrier = Barrier(self._manager, self.ranks, f"{self.name} (reset)")
-                self._parts.append(self._reset_barrier)
-            self._reset_to = self._reset_barrier.wait(timeout, self._steps)
-        # A rank that receives nothing, as the root of a broadcast, may be many steps ahead.
-        while self._running or self._steps < self._reset_to:
-            if not self._running:
-                self.active[...] = 0
-                self._begin()
-            self._manager.waiter.until(self._advance, self._algorithm.waiting, timeout)
-            self._end()
-        self._valid, self._unfetched, self._reset_to = False, False, None
-
     def close(self) -> None:
         """Free the memory once no rank uses it any more; local, idempotent.
 
@@ -283,10 +256,9 @@ class Collective:
             )
 
 
-def _give_back(manager: SegmentManager, parts: list[Algorithm | Barrier]) -> None:
+def _give_back(manager: SegmentManager, algorithm: Algorithm) -> None:
     if not manager.closed:
-        for part in parts:
-            part.close()
+        algorithm.close()
 
 
 def _lossy(values: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -42,8 +42,6 @@ _LINE, _RESULT = 8, 16
 _EPOCH = N_INTEGERS
 _PARITIES = 2
 _ITEM = 8
-# Lines of up to so many ranks are looked at one by one: that is faster than a call of numpy.
-_FEW = 8
 
 _Extent = NDArray[np.int64]
 
@@ -262,8 +260,6 @@ class EqualityCheck(Scripted):
 
     def _board_is_full(self, epoch: int) -> bool:
         board = self._boards[epoch & 1]
-        if self._number > _FEW:
-            return bool(board.table[:, _EPOCH].min() >= epoch)
         return all(line[_EPOCH] >= epoch for line in board.lines)
 
     def _extent_here(self, epoch: int) -> _Extent | None:
@@ -272,11 +268,7 @@ class EqualityCheck(Scripted):
         if not self._leads:
             self._counters.gets += 1
             self._counters.bytes_got += self._number * _ROW.size
-        if self._number > _FEW:
-            alike = bool((board.table == board.table[0]).all())
-        else:
-            alike = all(line == board.mine for line in board.lines)
-        if alike:
+        if all(line == board.mine for line in board.lines):
             return None
         values = board.table[:, :N_INTEGERS]
         return np.concatenate([values.min(0), values.max(0)])

@@ -14,27 +14,14 @@ vector; with more shares than the smallest node has ranks, some rank would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index as as_int
-from typing import NamedTuple
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
-
-
-class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a vector."""
-
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -126,20 +113,6 @@ class NodeLayout:
         if self.my_share is None:
             return slice(0, 0)
         return slice(*Balanced(count, self.shares).interval(self.my_share))
-
-
-def clipped(pieces: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
-    """Cut pieces to positions ``[start, stop)`` in the row that they make; pieces outside are left out.
-
-    >>> [*clipped([Run(10, 13), Run(50, 54)], 2, 5)]
-    [Run(start=12, stop=13), Run(start=50, stop=52)]
-    """
-    at = 0
-    for piece in pieces:
-        low, high = max(start - at, 0), min(stop - at, piece.size)
-        if low < high:
-            yield Run(piece.start + low, piece.start + high)
-        at += piece.size
 
 
 def check_count(count: object, who: str) -> int:

@@ -154,12 +154,10 @@ def without_fp_errors(function: Callable[..., object]) -> Callable[..., object]:
     A user who makes numpy raise means errors of the user's own lines: here one rank would raise, and the
     others wait for it. Two threads cannot call it at once.
     """
-    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
-        # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
-        context = contextvars.Context()
-        context.run(np.seterr, all="ignore")
-        return functools.partial(context.run, function)
-    return np.errstate(all="ignore")(function)
+    # numpy keeps its error state in the context, and entering one is cheaper than np.errstate.
+    context = contextvars.Context()
+    context.run(np.seterr, all="ignore")
+    return functools.partial(context.run, function)
 
 
 class Reduction:

@@ -74,8 +74,7 @@ class SteppedAlgorithm(Scripted, ABC):
 
     Each rank has two vectors of ``count`` elements in the segment, which the ranks of its node load and
     store. MPI's collectives combine the ranks ``across`` the nodes, which may include this one. ``terms`` has
-    a line ``name=value`` for each fact that must be equal on all ranks. Between nodes a step has ``pieces``
-    pieces, equally many on all ranks.
+    a line ``name=value`` for each fact that must be equal on all ranks.
 
     Every subclass has to see to it that a rank does not return from a step while another rank may still load
     from its operand of this step: the caller writes the operand of the next step but one there.
@@ -90,12 +89,11 @@ class SteppedAlgorithm(Scripted, ABC):
         dtype: np.dtype[Any],
         across: Sequence[int],
         terms: str,
-        pieces: int = 1,
     ) -> None:
         manager, layout, name = site
         super().__init__(manager)
         self.site, self.manager, self.layout = site, manager, layout
-        self._count, self._dtype, self.pieces = count, dtype, pieces
+        self._count, self._dtype = count, dtype
         self._terms = f"count={count}\ndtype={dtype}\n{terms}\nranks={layout.ranks}"
         self._stride = aligned(count * dtype.itemsize)
         here = layout.here
@@ -171,20 +169,20 @@ class SteppedAlgorithm(Scripted, ABC):
         what = f"in {self.site.name!r} (step {self._step}, {where})"
         return WaitReason(ranks, what, "did every rank make the same calls?")
 
-    def notify(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> None:
-        """Notify ranks of the node that a phase of this step or piece is over on this rank.
+    def notify(self, phase: int, ranks: Sequence[int]) -> None:
+        """Notify ranks of the node that a phase of this step is over on this rank.
 
         They then see all earlier stores of this rank.
         """
         if self._fence is not None:
             self._fence()
-        word, value = phase * len(self._at) + self._me, self._reached(piece)
+        word, value = phase * len(self._at) + self._me, self._step
         for rank in ranks:
             self._peer_words[self._at[rank]][word] = value
 
-    def wait_for(self, phase: int, ranks: Sequence[int], piece: int | None = None) -> Iterator[None]:
-        """Wait until ranks of the node have notified this one that a phase of this step or piece is over."""
-        words, value, first = self._words, self._reached(piece), phase * len(self._at)
+    def wait_for(self, phase: int, ranks: Sequence[int]) -> Iterator[None]:
+        """Wait until ranks of the node have notified this one that a phase of this step is over."""
+        words, value, first = self._words, self._step, phase * len(self._at)
         self._waits_for, self._phase, self._wanted = tuple(ranks), phase, value
         # One rank after the other: each look reads one word.
         for rank in ranks:
@@ -192,11 +190,6 @@ class SteppedAlgorithm(Scripted, ABC):
             while words[word] < value:
                 yield
         self._acquire()
-
-    def _reached(self, piece: int | None) -> int:
-        # Words count the pieces of all steps: with 4 pieces, those of step 2 are 5 to 8. A phase without
-        # pieces is over with the last one.
-        return self._step * self.pieces - (0 if piece is None else self.pieces - 1 - piece)
 
     def across(self, script: Script, nbytes: int) -> Script:
         """Count a collective of ``between`` that was begun, of ``nbytes`` bytes here; return its script."""

@@ -1,4 +1,4 @@
-"""Buffers and memory of peers: puts, gets, notifications, atomics, and arrays with slices.
+"""Buffers and memory of peers: puts, gets, notifications and atomics.
 
 Each operation has two ways. Which one is known when the buffer is made::
 
@@ -19,7 +19,7 @@ call the function that checks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import index as as_int
@@ -34,12 +34,10 @@ from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.large_arrays import copy, number_of_threads
 from distdl_rma.segments.memory.array_bytes import (
     PLAIN,
-    ArrayLayout,
     as_bytes,
     as_integer,
     as_offset,
     as_target,
-    as_values,
 )
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
@@ -71,100 +69,15 @@ def _short_ones_together(fetches: Sequence[Fetch]) -> list[tuple[ByteRuns, list[
 
 def _landing(fetches: Sequence[Fetch]) -> tuple[Bytes, Callable[[], None]]:
     # Memory that the link keeps while a get is pending, and the function that copies it to the targets.
-    landing = np.empty(sum(fetch.runs.total for fetch in fetches), np.uint8)
+    landing = np.empty(sum(fetch.runs.nbytes for fetch in fetches), np.uint8)
 
     def finish() -> None:
         end = 0
         for fetch in fetches:
-            begin, end, target = end, end + fetch.runs.total, fetch.target
+            begin, end, target = end, end + fetch.runs.nbytes, fetch.target
             target[...] = landing[begin:end].view(target.dtype).reshape(target.shape)
 
     return landing, finish
-
-
-class RemoteArray:
-    """A peer's memory as an array: ``there[2:4, ::2] = x`` puts, ``there[0]`` gets.
-
-    Keys are those of numpy, made of integers, slices and one ellipsis. A put does not block for the transfer,
-    and ``x`` may be changed on return. A get blocks and returns a new array.
-
-    Masks and lists of indices are refused: a far peer's array is not here, so that its elements can only be
-    found by arithmetic on the key. ``x += 1`` on a slice is a get and a put, and not atomic.
-
-    Examples
-    --------
-    >>> machine = Machine(MPI.COMM_WORLD)
-    >>> peer = 1 - machine.rank
-    >>> inbox = machine.segments.get_segment_buffer(32, notifications=1)
-    >>> there = inbox.exchange([peer], label="inbox")[peer]
-    >>> array = there.view(np.float64, (2, 2))
-    >>> array[0] = [1, 2]
-    >>> array[1] = [3, 4]
-    >>> array[:, 0]
-    array([1., 3.])
-    """
-
-    def __init__(self, buffer: RemoteBuffer, layout: ArrayLayout, offset: int) -> None:
-        self._buffer, self._layout = buffer, layout
-        self.dtype, self.shape = layout.dtype, layout.shape
-        self._begin = buffer._begin + offset
-        self._near = buffer._near_view(offset, layout.dtype, layout.shape)
-
-    def __setitem__(self, key: Any, data: Any) -> None:
-        """Put; data of another shape is broadcast, data of another dtype is converted if nothing is lost."""
-        self.put(key, data)
-
-    def __getitem__(self, key: Any) -> NDArray[Any]:
-        """Get; blocking."""
-        part = self._layout.part(key)
-        out = np.empty(part.shape, self.dtype)
-        if self._near is None:
-            fetch = Fetch(part.runs(self._begin), None, out)
-        else:
-            fetch = Fetch(ByteRuns((0,), part.nbytes), self._near[part.key], out)
-        self._buffer._get([fetch])
-        return out
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        if not self.shape:
-            raise TypeError("len() of a peer's array without dimensions")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[NDArray[Any]]:
-        """Get row after row; blocking."""
-        return (self[row] for row in range(len(self)))
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Get all; blocking."""
-        if copy is False:
-            raise ValueError("a peer's array cannot be seen without a copy")
-        whole = self[...]
-        return whole if dtype is None else whole.astype(dtype, copy=False)
-
-    def __repr__(self) -> str:
-        return f"RemoteArray(of rank {self._buffer.peer}, {self.dtype}, shape {self.shape})"
-
-    def put(self, key: Any, data: Any, queue: Queue | None = None) -> None:
-        """Put to a slice, posted to a queue if given; ``data`` may be changed on return in any case."""
-        if queue is not None:
-            check_queue(queue, "put")
-        part = self._layout.part(key)
-        source = as_values(data, self.dtype, "put")
-        buffer = self._buffer
-        buffer._context.check_open()
-        try:
-            if self._near is not None:
-                # Directly to the target: packing would be one more pass over the data.
-                self._near[part.key] = source
-            else:
-                packed = np.empty(part.shape, self.dtype)
-                packed[...] = source
-                buffer._put(part.runs(self._begin), packed.reshape(-1).view(np.uint8), queue)
-        except ValueError as error:
-            raise ShapeError(f"put: {error}") from None
-        buffer._counters.puts += 1
-        buffer._counters.bytes_put += part.nbytes
 
 
 # Word of a notification: its value, then a number that differs from that of the word before.
@@ -220,7 +133,8 @@ class RemoteBuffer:
     1
     >>> inbox.view(np.float64, (4,))[0] = -1
     >>> machine.group().barrier()
-    >>> there.view(np.float64, (4,))[:]
+    >>> there.get(copy := np.empty(4))
+    >>> copy
     array([-1. ,  2.5,  2.5,  2.5])
     """
 
@@ -412,11 +326,6 @@ class RemoteBuffer:
 
         self._far.get(far[0].runs, landing, keep=True, then=filled)
 
-    def view(self, dtype: DTypeLike, shape: int | tuple[int, ...], offset: int = 0) -> RemoteArray:
-        """Part of the peer's buffer as an array, whose slices can be put to and got; no data moves."""
-        layout = ArrayLayout(dtype, shape)
-        return RemoteArray(self, layout, self._inside(offset, layout.nbytes, "view"))
-
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from this rank to the peer have arrived there; blocking."""
         self._context.flush((self.peer,), timeout)
@@ -553,7 +462,7 @@ class RemoteBuffer:
         far = []
         for fetch in fetches:
             self._counters.gets += 1
-            self._counters.bytes_got += fetch.runs.total
+            self._counters.bytes_got += fetch.runs.nbytes
             if fetch.near is not None:
                 fetch.target[...] = fetch.near
             else:
@@ -573,7 +482,7 @@ class RemoteBuffer:
             landing, finish = _landing(fetches_of_it)
             posted.post(self.peer, self._far.get(runs, landing, keep=True), landing, finish)
         if queue is None:
-            total = sum(fetch.runs.total for fetch in far)
+            total = sum(fetch.runs.nbytes for fetch in far)
             reason = WaitReason((self.peer,), f"to answer a get of {total} bytes")
             self._context.waiter.until(posted.test, lambda: reason, timeout)
 

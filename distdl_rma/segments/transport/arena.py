@@ -17,10 +17,9 @@ import mmap
 import os
 import resource
 import sys
-import threading
 import weakref
-from collections import deque
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,35 +56,24 @@ class Arena:
     addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
     such files.
 
-    Only the process that made the arena allocates and drops. ``drop`` runs in the destructor of a tensor, at
-    any moment, also while this thread holds the lock in ``take``. So it appends to ``_dropped``, which needs
-    no lock, and whoever gets the lock next sweeps: ``_sweep`` never waits for the lock.
+    Only the process that made the arena allocates and drops, one thread at a time: the lock of the pool
+    above (``layers/ops/core/result_memory.py``) sees to it. A lock of its own would be in the way of tensors
+    that die at any moment, also while their thread is in ``take``; the pool puts these off.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._process = os.getpid()
-        self._file = os.memfd_create("distdl_rma results")
+        file = os.memfd_create("distdl_rma results")
         try:
-            os.ftruncate(self._file, nbytes)
-            self._pages = mmap.mmap(self._file, nbytes)
+            os.ftruncate(file, nbytes)
+            self._pages = mmap.mmap(file, nbytes)
         except (OSError, ValueError):
-            os.close(self._file)
+            os.close(file)
             raise
+        # How other processes of this node find the arena.
+        self.place = Place(os.getpid(), file, os.fstat(file).st_ino, nbytes)
         self.memory: Bytes = np.frombuffer(self._pages, np.uint8)
         self._address = self.memory.ctypes.data
         self._heap = Heap(nbytes)
-        self._lock = threading.Lock()
-        self._dropped: deque[Bytes] = deque()
-
-    @property
-    def place(self) -> Place:
-        """How other processes of this node find the arena."""
-        return Place(self._process, self._file, os.fstat(self._file).st_ino, self._heap.nbytes)
-
-    @property
-    def used(self) -> int:
-        """Bytes of allocated blocks."""
-        return self._heap.used
 
     def offset(self, address: int) -> int:
         """Offset of an address that lies in one of the blocks."""
@@ -93,41 +81,28 @@ class Arena:
 
     def take(self, nbytes: int) -> Bytes:
         """Allocate a block of ``nbytes`` bytes, uninitialised; ``MemoryError`` if there is no room."""
-        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
-            with self._lock:
-                offset = self._heap.allocate(size)
+            offset = self._heap.allocate(_in_pages(nbytes))
         except SegmentError:
             free = f"{self._heap.free_bytes} of {self._heap.nbytes} bytes are free, largest block"
             raise MemoryError(
                 f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
             ) from None
-        self._sweep()
         return self.memory[offset : offset + nbytes]
 
     def drop(self, block: Bytes) -> None:
         """Free a block that is not used any more, with its pages."""
-        # Runs at the deletion of a tensor: also during another call, or in a child process, which must not
-        # change it.
-        if os.getpid() == self._process:
-            self._dropped.append(block)
-            self._sweep()
+        # Runs at the deletion of a tensor: also in a child process, which must not change it.
+        if os.getpid() == self.place.process:
+            # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
+            offset = self.offset(block.__array_interface__["data"][0])
+            with suppress(OSError):
+                self._pages.madvise(mmap.MADV_REMOVE, offset, _in_pages(block.nbytes))
+            self._heap.free(offset)
 
-    def _sweep(self) -> None:
-        # The outer loop looks again after the lock is free: another thread may have appended meanwhile, and
-        # have left the block to this one.
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                while self._dropped:
-                    block = self._dropped.popleft()
-                    # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
-                    offset = self.offset(block.__array_interface__["data"][0])
-                    size = -(-block.nbytes // _PAGE_BYTES) * _PAGE_BYTES
-                    with suppress(OSError):
-                        self._pages.madvise(mmap.MADV_REMOVE, offset, size)
-                    self._heap.free(offset)
-            finally:
-                self._lock.release()
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 # Mappings of other processes' arenas, shared by all machines: each mapping keeps a file open.
@@ -157,9 +132,6 @@ def attach(place: Place) -> Bytes | None:
         os.close(file)
 
 
-_arenas: dict[int, Arena | None] = {}
-
-
 def addresses_left() -> int:
     """Bytes of addresses that this process may still map (``ulimit -v``)."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -169,14 +141,16 @@ def addresses_left() -> int:
     return max(0, limit - mapped)
 
 
+@cache
 def own_arena() -> Arena | None:
     """Arena of this process, created by the first call; None if the system has none."""
-    process = os.getpid()
-    if process not in _arenas:
-        try:
-            # Where addresses are few, segments need them.
-            nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            _arenas[process] = Arena(nbytes) if addresses_left() == sys.maxsize else None
-        except (OSError, ValueError, AttributeError, OverflowError):
-            _arenas[process] = None
-    return _arenas[process]
+    try:
+        # Where addresses are few, segments need them.
+        nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Arena(nbytes) if addresses_left() == sys.maxsize else None
+    except (OSError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+# A child has one of its own.
+os.register_at_fork(after_in_child=own_arena.cache_clear)

@@ -18,11 +18,10 @@ methods that advance something have nothing to do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import repeat
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -34,8 +33,8 @@ from distdl_rma.segments.options import thread_level
 from distdl_rma.segments.transport.heap import Bytes
 from distdl_rma.trace import Counters
 
-# Shortest contiguous run that is a transfer of its own, not a part of an MPI datatype.
-_LONG_RUN_BYTES = 64 << 10
+# Shortest put that this rank waits for before it asks the peer whether all has arrived.
+_LARGE_PUT_BYTES = 64 << 10
 # Longest parts of a list that travel together: packing them takes less time than a transfer each.
 SHORT_RUN_BYTES = 2 << 10
 # Bytes under way of which the peer learns, so that both call MPI often in waits: a transport in software
@@ -49,39 +48,26 @@ _ANSWERS, _MOST_QUESTIONS = 2, 5
 
 
 class ByteRuns(NamedTuple):
-    """Stretches of contiguous bytes in a segment: their offsets and their common length in bytes.
+    """Stretches of contiguous bytes in a segment: their offsets, and the bytes of all together.
 
-    If the lengths differ, ``lengths`` has one per stretch, and ``nbytes`` is the largest.
+    If there are several, ``lengths`` has the bytes of each.
 
     Examples
     --------
     >>> from distdl_rma.segments.transport.links import ByteRuns
-    >>> rows = ByteRuns((0, 100), 8)  # 8 bytes at 0, 8 bytes at 100
-    >>> rows.total, list(rows.packed())
-    (16, [(0, slice(0, 8, None)), (100, slice(8, 16, None))])
+    >>> ByteRuns.together([(0, 8), (100, 4)])
+    ByteRuns(offsets=(0, 100), nbytes=12, lengths=(8, 4))
     """
 
     offsets: tuple[int, ...]
     nbytes: int
     lengths: tuple[int, ...] = ()
 
-    @property
-    def total(self) -> int:
-        """Bytes of all stretches."""
-        return sum(self.lengths) if self.lengths else len(self.offsets) * self.nbytes
-
-    def packed(self) -> Iterator[tuple[int, slice]]:
-        """Yield each stretch's offset, and its slice in an array that holds all stretches back to back."""
-        end = 0
-        for offset, nbytes in zip(self.offsets, self.lengths or repeat(self.nbytes), strict=False):
-            end += nbytes
-            yield offset, slice(end - nbytes, end)
-
     @staticmethod
     def together(parts: Sequence[tuple[int, int]]) -> ByteRuns:
         """Stretches with these offsets and lengths; at least one."""
         offsets, lengths = zip(*parts, strict=True)
-        return ByteRuns(offsets, max(lengths), lengths)
+        return ByteRuns(offsets, sum(lengths), lengths)
 
 
 class RmaPeer:
@@ -116,7 +102,7 @@ class RmaPeer:
         """Begin to copy contiguous bytes to the peer; do not change them until the requests are complete."""
         self.begun += 1
         requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
-        if runs.total >= _LONG_RUN_BYTES:
+        if runs.nbytes >= _LARGE_PUT_BYTES:
             self._large = [*self._under_way(), *((request, self.begun) for request in requests)]
         return requests
 
@@ -171,24 +157,13 @@ class RmaPeer:
 
 
 def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
-    # Many short runs travel together, as one datatype.
+    # At most one: short runs travel together, as one datatype.
     if len(runs.offsets) == 1:
-        # By far the most frequent case: needs no slices.
+        # By far the most frequent case: needs no datatype of its own.
         there = runs.offsets[0], runs.nbytes, MPI.BYTE
         return [call([data, MPI.BYTE], there)] if runs.nbytes else []
-    if not runs.total:
-        return []
-    if runs.nbytes >= _LONG_RUN_BYTES:
-        return [
-            call([data[part], MPI.BYTE], (offset, part.stop - part.start, MPI.BYTE))
-            for offset, part in runs.packed()
-        ]
     first = runs.offsets[0]
-    begins = [offset - first for offset in runs.offsets]
-    if runs.lengths:
-        kind = MPI.BYTE.Create_hindexed(runs.lengths, begins)
-    else:
-        kind = MPI.BYTE.Create_hindexed_block(runs.nbytes, begins)
+    kind = MPI.BYTE.Create_hindexed(runs.lengths, [offset - first for offset in runs.offsets])
     kind.Commit()
     try:
         return [call([data, MPI.BYTE], (first, 1, kind))]
@@ -451,7 +426,7 @@ class RemoteLink:
         """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
-            total = runs.total
+            total = runs.nbytes
             self._untold += total
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
@@ -471,7 +446,7 @@ class RemoteLink:
         only with the lock held.
         """
         with self._lock:
-            self._untold += runs.total * keep
+            self._untold += runs.nbytes * keep
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
             requests = self._rma.get(runs, out)

@@ -1,4 +1,4 @@
-"""Shared memory of a node for segments: its size per rank, windows over it, and its reservation.
+"""Shared memory of a node for segments: its size per rank, and windows over it.
 
 Linux gives addresses at once and pages at the first store to them. So a segment that is larger than what is
 free can be made, and the job is killed by SIGBUS much later, in a store that no code can catch. This file
@@ -10,13 +10,12 @@ looks before it allocates::
     all ranks   take the smallest of what they asked for, or found
 
 Segments that exist and are not touched yet look free, so each process remembers its own (``_untouched``).
-What another job takes meanwhile is not known: only ``reserve`` consumes all pages at once, and raises here.
+What another job takes after that look is not known.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import mmap
 import os
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -75,12 +74,7 @@ _LARGEST_DEFAULT = 4 << 30
 # A smaller default would only fail later. Users may choose less.
 _SMALLEST_DEFAULT = 32 << 20
 _SMALLEST = 4096
-# Of Linux: the first provides all pages, or fails instead of a later SIGBUS (since 5.14); the second frees
-# them.
-_MADV_POPULATE_WRITE, _MADV_REMOVE = 23, 9
 _CHUNK_BYTES = 1 << 20
-# Memory left for MPI, whose own pages are also consumed only when they are touched.
-_SPARE_BYTES = 4 << 20
 # Memory of this process's control group and container, of versions 2 and 1; pages of segments count there.
 _GROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 # Addresses left for what MPI and others map later.
@@ -128,19 +122,18 @@ class NodeMemory:
                 raise ConfigurationError(f"a segment has at least {_SMALLEST} bytes, got {asked} bytes")
         except ConfigurationError as error:
             problem = str(error)
-        answers = self._comm.allgather((problem, asked, options.transport, options.reserve))
+        answers = self._comm.allgather((problem, asked, options.transport))
         for rank, (theirs, *_) in zip(self._ranks, answers, strict=True):
             if theirs:
                 raise ConfigurationError(f"rank {rank}: {theirs}")
-        for at, option in ((2, "transport"), (3, "reserve")):
-            for rank, theirs in zip(self._ranks, answers, strict=True):
-                if theirs[at] != answers[0][at]:
-                    first = f"{option} is {answers[0][at]!r} on rank {self._ranks[0]}"
-                    raise ConfigurationError(f"{first} and {theirs[at]!r} on rank {rank}; give all the same")
+        for rank, (_, _, transport) in zip(self._ranks, answers, strict=True):
+            if transport != answers[0][2]:
+                first = f"transport is {answers[0][2]!r} on rank {self._ranks[0]}"
+                raise ConfigurationError(f"{first} and {transport!r} on rank {rank}; give all the same")
         self._timeout = chosen_timeout(options.timeout)
         sizes = [size for _, size, *_ in answers if size is not None]
         if len(sizes) < len(answers):
-            sizes.append(self._default_size(options.reserve))
+            sizes.append(self._default_size())
         return aligned(min(sizes))
 
     def check_room(self, nbytes: int) -> None:
@@ -218,15 +211,6 @@ class NodeMemory:
         rank, why = lacking or (me, problem)
         raise SegmentError(f"rank {rank}: {refused}: {why}; {_REMEDY}")
 
-    def reserve(self, memory: Bytes) -> None:
-        """Consume all pages of the memory now; blocking. ``SegmentError`` if one rank cannot get them."""
-        lacking = self._first_problem(reserve_pages(memory, self.node.size))
-        if lacking:
-            rank, problem = lacking
-            raise SegmentError(f"rank {rank}: the segment could not be reserved: {problem}; {_REMEDY}")
-        # Reserved pages no longer look free.
-        self.record_untouched(0)
-
     def record_untouched(self, nbytes: int) -> None:
         """Record that ``nbytes`` will be consumed although they still look free; local.
 
@@ -250,7 +234,7 @@ class NodeMemory:
             rooms.append((max(0, _free() - sum(used for used, _ in known)), f"free in {SHARED_MEMORY}"))
         return min(rooms)
 
-    def _default_size(self, reserve: bool) -> int:
+    def _default_size(self) -> int:
         share = self._room()[0] // 2 // self.node.size
         if share > _ENDLESS:
             share = _LARGEST_DEFAULT // (self._comm.size if is_virtual(self._comm) else 1)
@@ -259,9 +243,9 @@ class NodeMemory:
                 share = min(share, int(Path(file).read_text()) // 2 // self.node.size)
         # Nodes may have different shares; the smallest fits everywhere.
         share = int(self._comm.allreduce(share, MPI.MIN))
-        # Pages that are consumed only when touched allow a large default. Reserving consumes all at once, and
-        # so does a network that registers memory. And no peer reads the segment of a single rank.
-        if share > _LARGEST_DEFAULT and (reserve or self._comm.size == 1 or self._windows_take_pages()):
+        # Pages that are consumed only when touched allow a large default; a network that registers memory
+        # consumes all at once. And no peer reads the segment of a single rank.
+        if share > _LARGEST_DEFAULT and (self._comm.size == 1 or self._windows_take_pages()):
             share = _LARGEST_DEFAULT
         # ``check_room`` follows, and raises if the smallest default does not fit.
         return max(_SMALLEST_DEFAULT, min(share, sys.maxsize // 4))
@@ -278,61 +262,20 @@ class NodeMemory:
         return next(((rank, theirs) for rank, theirs in answers if theirs), None)
 
 
-def reserve_pages(memory: Bytes, ranks: int) -> str:
-    """Let the kernel provide all pages of new memory, which is zero before and after; blocking.
-
-    Consumes all pages or none, and leaves the last free bytes of the node. ``ranks`` ranks of the node do so
-    at the same time. Returns the reason of a failure as text, empty on success.
-
-    In chunks, with a look at what is free before each: the kernel gives pages until none is left for MPI
-    itself, which would die of the next one.
-    """
-    for begin in range(0, memory.nbytes, _CHUNK_BYTES):
-        problem = "too little is left" if _free() < _SPARE_BYTES + ranks * _CHUNK_BYTES else ""
-        problem = problem or _provide(memory[begin : begin + _CHUNK_BYTES])
-        if problem:
-            left = f", {_free()} bytes left in {SHARED_MEMORY}" if SHARED_MEMORY.is_dir() else ""
-            _advise(memory, _MADV_REMOVE, inside=True)
-            return f"only {begin} of {memory.nbytes} bytes can be had: {problem}{left}"
-    return ""
-
-
-def _provide(chunk: Bytes) -> str:
-    problem = _advise(chunk, _MADV_POPULATE_WRITE)
-    if problem in (errno.EINVAL, errno.ENOSYS):
-        # An older kernel. The check above misses only other processes that consume memory at this moment.
-        chunk[:] = 0
-        return ""
-    return os.strerror(problem) if problem else ""
-
-
 def has_pages(memory: Bytes) -> bool:
     """Whether the kernel has provided any page of page-aligned memory; True if that is unknown."""
     known = (ctypes.c_ubyte * -(-memory.nbytes // mmap.PAGESIZE))()
-    mincore = _of_system("mincore", ctypes.c_void_p)
+    mincore = _mincore()
     return not mincore or mincore(memory.ctypes.data, memory.nbytes, known) != 0 or any(known)
 
 
-def _advise(memory: Bytes, advice: int, inside: bool = False) -> int:
-    # Returns the error number, 0 on success. Other ranks may share the pages at both ends.
-    begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
-    begin = (-(-begin // mmap.PAGESIZE) if inside else begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = end // mmap.PAGESIZE * mmap.PAGESIZE if inside else end
-    if end <= begin:
-        return 0
-    madvise = _of_system("madvise", ctypes.c_int)
-    if madvise is None:
-        return errno.ENOSYS
-    return ctypes.get_errno() if madvise(begin, end - begin, advice) else 0
-
-
-def _of_system(name: str, last: Any) -> Callable[..., int] | None:
-    # System call that takes an address, a length and an argument of type ``last``; None if it is missing.
+def _mincore() -> Callable[..., int] | None:
+    # System call that tells which pages are provided; None if it is missing.
     try:
-        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+        call = ctypes.CDLL(None).mincore
     except (OSError, AttributeError):
         return None
-    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, last], ctypes.c_int
+    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
     return cast(Callable[..., int], call)
 
 

@@ -56,8 +56,8 @@ class Segment:
     """One block of memory per rank, reachable by every rank of the machine.
 
     Two windows cover the same memory. A shared window gives the ranks of a node load and store. The other
-    window gives every rank of the machine puts, gets and atomics. Memory is consumed only when it is touched,
-    unless it is reserved. Collective to create and to close.
+    window gives every rank of the machine puts, gets and atomics. Memory is consumed only when it is touched.
+    Collective to create and to close.
 
     ``ranks`` are the rank ids by position in ``comm``. All ranks raise if options are invalid on one of them.
     ``arenas`` maps rank ids of the node's other ranks to their arenas, if this rank can store to them.
@@ -89,8 +89,6 @@ class Segment:
             self._shared, memories = self._node_memory.allocate(self.nbytes + ALIGNMENT)
             self._node_memory.record_untouched(self.nbytes)
             try:
-                if options.reserve:
-                    self._node_memory.reserve(memories[node.rank])
                 # MPI aligns to less than a cache line: each owner sends the offset of its first one.
                 begins = node.allgather(-memories[node.rank].ctypes.data % ALIGNMENT)
                 views = {

@@ -430,8 +430,9 @@ class VirtualComm:
 
     def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
         into, places = flat(out), _places(out[1])
-        mine = into[places[self.rank]] if data is MPI.IN_PLACE else flat(data)
-        return self._begin("Iallgatherv", mine.copy, range(self.size), [into[place] for place in places])
+        return self._begin(
+            "Iallgatherv", flat(data).copy, range(self.size), [into[place] for place in places]
+        )
 
     def Ialltoallv(self, data: list[Any], out: list[Any]) -> VirtualRequest:
         source, into, parts = flat(data), flat(out), _places(data[1])

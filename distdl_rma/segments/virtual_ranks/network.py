@@ -293,10 +293,8 @@ def _place(begin: int, count: int, kind: MPI.Datatype) -> slice | NDArray[np.int
     # Key of the bytes in a memory: ``count`` bytes, or indices of those of a datatype.
     if kind == MPI.BYTE:
         return slice(begin, begin + count)
-    _, combiner, of_kind = kind.decode()
-    places = of_kind["displacements"]
-    lengths = of_kind["blocklengths"] if combiner == "HINDEXED" else [of_kind["blocklength"]] * len(places)
-    runs = zip(places, lengths, strict=True)
+    *_, of_kind = kind.decode()
+    runs = zip(of_kind["displacements"], of_kind["blocklengths"], strict=True)
     return np.concatenate([np.arange(begin + place, begin + place + length) for place, length in runs])
 
 

@@ -221,9 +221,12 @@ def _modes() -> Callable[[], ExitStack]:
     if torch is None:
         return ExitStack
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    kinds = [each for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)]
+    device = torch.accelerator.current_accelerator()
+    kinds = [each for each in {"cpu", device.type if device else "cpu"} if torch.is_autocast_enabled(each)]
     casts = [(each, torch.get_autocast_dtype(each)) for each in kinds]
     caches, hooks = torch.is_autocast_cache_enabled(), torch._C._autograd
+    # With it the number of the device that is meant by "cuda".
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     saved = hooks._top_saved_tensors_default_hooks(True)
     stacks = [
         (torch.overrides, torch.overrides._get_current_function_mode_stack()),
@@ -232,6 +235,8 @@ def _modes() -> Callable[[], ExitStack]:
 
     def entered() -> ExitStack:
         with ExitStack() as stack:
+            if stream is not None:
+                torch.cuda.set_stream(stream)
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype in casts:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from distdl_rma.errors import ExchangeTimeout, MismatchError, PeerFailedError, SegmentError
-from distdl_rma.segments.waiting.header import HeaderRecord, HeaderWriter, PeerHeaders, WaitReason, numbered
+from distdl_rma.segments.waiting.header import PeerHeaders, WaitReason, numbered
 
 # How long a rank of another node may take to answer before it counts as silent.
 ANSWER_SECONDS = 1.0
@@ -34,16 +34,8 @@ class TimeoutMessages:
     answer. The chain ends where a rank waits for nobody: that one is late, and the user should look there.
     """
 
-    def __init__(self, rank: int, headers: PeerHeaders, header: HeaderWriter) -> None:
-        self._rank, self._headers, self._header = rank, headers, header
-        self._modes: tuple[str, ...] = ()
-
-    def set_mode(self, texts: tuple[str, ...] = (), at: int = 0) -> None:
-        """Set which of ``texts`` describes what this rank does from now on; none without ``texts``.
-
-        The text should be equal on all ranks: the message of a timeout says where it differs.
-        """
-        self._modes, self._header.mode = texts, at + 1 if texts else 0
+    def __init__(self, rank: int, headers: PeerHeaders) -> None:
+        self._rank, self._headers = rank, headers
 
     def of_wait(self, reason: WaitReason, seconds: float) -> str:
         """Message for a wait that reached its deadline after some seconds."""
@@ -73,7 +65,7 @@ class TimeoutMessages:
             else:
                 silent = self._headers.unchanged(peer, record)
                 also = f", and has said nothing for {in_seconds(silent)}" if silent > ANSWER_SECONDS else ""
-                clauses.append(f"rank {peer} {record.doing}{also}{self._differs(record)}")
+                clauses.append(f"rank {peer} {record.doing}{also}")
                 if record.is_waiting:
                     pending += record.waits_for
         return clauses
@@ -88,12 +80,6 @@ class TimeoutMessages:
             return f"busy: {why}, behind {own} bytes that are under way"
         others = segment.moving
         return f"busy or silent: {why}, while {others} bytes are under way" if others else f"silent: {why}"
-
-    def _differs(self, record: HeaderRecord) -> str:
-        mine, theirs, texts = self._header.mode, record.mode, self._modes
-        if not (mine and theirs) or mine == theirs or max(mine, theirs) > len(texts):
-            return ""
-        return f"; it {texts[theirs - 1]}, and rank {self._rank} {texts[mine - 1]}"
 
 
 _E = TypeVar("_E", bound=BaseException)

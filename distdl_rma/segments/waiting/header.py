@@ -115,8 +115,8 @@ class DoubleRecord:
 
 # Text, process, namespace, state, since when, when written, origin; number of ranks waited for, first few.
 _STATE = DoubleRecord(f"qqqddqq{_RANKS}q", 0, _TEXT)
-# Name, epoch and start time of the last operation, and the mode at that time.
-_OPERATION = DoubleRecord("qdq", _STATE.end, _NAME)
+# Name, epoch and start time of the last operation.
+_OPERATION = DoubleRecord("qd", _STATE.end, _NAME)
 
 
 class RankState(enum.IntEnum):
@@ -158,7 +158,6 @@ class HeaderRecord:
     operation: str
     epoch: int
     operation_since: float
-    mode: int
 
     @property
     def is_waiting(self) -> bool:
@@ -194,10 +193,7 @@ def numbered(ranks: tuple[int, ...]) -> str:
 
 
 class HeaderWriter:
-    """This rank's header, the first bytes of its segment: it alone writes it, others read it any time.
-
-    ``mode``, a number that should be equal on all ranks, is written with the next operation.
-    """
+    """This rank's header, the first bytes of its segment: it alone writes it, others read it any time."""
 
     def __init__(self, header: memoryview, fence: Callable[[], object]) -> None:
         self._header, self._fence = header, fence
@@ -206,7 +202,6 @@ class HeaderWriter:
         self._process, self._namespace = os.getpid(), namespace()
         self._state: RankState | None = None
         self._since = 0.0
-        self.mode = 0
         self.begin(operation_name(""), 0)
         self.write(RankState.RUNNING)
 
@@ -222,7 +217,7 @@ class HeaderWriter:
     def begin(self, name: RecordText, epoch: int) -> None:
         """Write which operation this rank begins; ``operation_name`` makes ``name``."""
         self._operations += 1
-        _OPERATION.write(name, self._header, self._operations, self._fence, epoch, time.time(), self.mode)
+        _OPERATION.write(name, self._header, self._operations, self._fence, epoch, time.time())
 
     def close(self) -> None:
         """Release the memory."""

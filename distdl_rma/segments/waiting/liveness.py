@@ -168,7 +168,7 @@ class PeerWatch:
         self.rank = notices.rank
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
-        self.messages = TimeoutMessages(self.rank, self._headers, header)
+        self.messages = TimeoutMessages(self.rank, self._headers)
         self._left = ""
         # The error that the ranks settle now, empty if none, and the rank on which it began.
         self._settling, self._origin = "", self.rank

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
 from types import TracebackType
@@ -45,18 +45,17 @@ def short_traceback(error: BaseException) -> str:
 
     If an error of another library was raised in a hidden frame, a last line says how to see all frames.
     """
-    chain = [*_chain(error)]
-    whole = [each.__traceback__ for each in chain]
-    try:
-        for each in chain:
-            each.__traceback__ = _shortened(each)
-        text = "".join(traceback.format_exception(error))
-        last = [*_entries(whole[0])][-1:]
-        hides = any(_is_inner(each) for each in last) and error.__traceback__ is not whole[0]
-        return text + _LEFT_OUT if hides and not isinstance(error, DistdlError) else text
-    finally:
-        for each, trace in zip(chain, whole, strict=True):
-            each.__traceback__ = trace
+    whole = traceback.TracebackException.from_exception(error)
+    hides = bool(whole.stack) and _is_inner(whole.stack[-1]) and not isinstance(error, DistdlError)
+    each: traceback.TracebackException | None = whole
+    while each is not None:
+        users = [frame for frame in each.stack if not _is_inner(frame)]
+        hides = hides and (each is not whole or bool(users))
+        # All stay if nothing would be left.
+        each.stack = traceback.StackSummary.from_list(users) if users else each.stack
+        # As Python prints them.
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return "".join(whole.format()) + (_LEFT_OUT if hides else "")
 
 
 def place_of(error: BaseException) -> str:
@@ -64,39 +63,15 @@ def place_of(error: BaseException) -> str:
 
     Ranks that raise the same error at one place are alike for the user, whatever the frames below.
     """
-    found = [each for each in _entries(error.__traceback__) if not _is_inner(each)]
-    return f"{PurePath(found[-1].tb_frame.f_code.co_filename).name}:{found[-1].tb_lineno}" if found else ""
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_inner(frame)]
+    return f"{PurePath(users[-1].filename).name}:{users[-1].lineno}" if users else ""
 
 
-def _shortened(error: BaseException) -> TracebackType | None:
-    # The traceback without inner frames; the whole one if nothing would be left.
-    trace = None
-    for each in reversed([*_entries(error.__traceback__)]):
-        if not _is_inner(each):
-            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return error.__traceback__ if trace is None else trace
-
-
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    # The error and those that Python prints before it, by its rules.
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _is_inner(entry: TracebackType) -> bool:
+def _is_inner(frame: traceback.FrameSummary) -> bool:
     # Whether a frame is one of this package, of torch or of what starts the program: not of the user.
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     hidden = (_OWN, *_LAUNCHERS, *([] if torch is None else [f"{Path(torch).parent}/"]))
-    return entry.tb_frame.f_code.co_filename.startswith(hidden)
+    return frame.filename.startswith(hidden)
 
 
 # How long a rank then waits for its peers to print their errors.

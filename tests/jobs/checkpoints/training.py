@@ -51,10 +51,13 @@ class Loader:
 
 
 class Job:
-    def __init__(self, optimizer: str = "Adam", partition=None, width: int = 4) -> None:
+    def __init__(self, optimizer: str = "Adam", partition=None, width: int = 4, device="cpu") -> None:
         torch.manual_seed(1)
+        self.device = device
         self.model = Net(width)
-        averaged = AveragedModel(self.model, use_buffers=True)
+        # Torch averages no integers on devices.
+        averaged = AveragedModel(self.model, use_buffers=device == "cpu").to(device)
+        self.model.to(device)
         if partition is not None:
             distribute(self.model, partition.create_cartesian_topology_partition((1, 1, partition.size, 1)))
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
@@ -62,7 +65,7 @@ class Job:
         self.state = {
             "model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, "average": averaged,
             "scaler": torch.amp.GradScaler("cpu", 64.0), "loader": Loader(), "epoch": 0,
-            "best": torch.zeros(3),
+            "best": torch.zeros(3, device=device), "seen": {"last": [torch.zeros(2, device=device)]},
         }  # fmt: skip
 
     def steps(self, number: int) -> list[float]:
@@ -71,7 +74,7 @@ class Job:
     def step(self) -> float:
         x, y = next(self.state["loader"])
         # Only one random number, the same on all ranks.
-        x = x + torch.rand(())
+        x, y = (x + torch.rand(())).to(self.device), y.to(self.device)
 
         def closure():
             self.optimizer.zero_grad()
@@ -84,6 +87,7 @@ class Job:
         self.state["average"].update_parameters(self.model)
         self.state["epoch"] += 1
         self.state["best"][self.state["epoch"] % 3] = self.state["epoch"]
+        self.state["seen"]["last"][0].fill_(self.state["epoch"])
         return loss
 
     def close(self):

@@ -1,14 +1,10 @@
 """Samples of a dataset: every rank of every grid reads its block of what numpy shows of the whole."""
 
-import copy
-import os
-import pickle
-
 import numpy as np
 import pytest
 import torch
 
-from distdl_rma import ArgumentError, DataError, Machine, PartitionError, ShapeError, ShardDataset, Source
+from distdl_rma import ArgumentError, DataError, ShapeError, ShardDataset, Source
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 
@@ -68,26 +64,22 @@ def expected(dataset, columns, epoch, items, dims):
         for item in items:
             sample = np.asarray(column[item])
             if sample.ndim >= dims:
-                view, _ = dataset._sample(epoch, item)
-                lead = sample.ndim - dims
-                sample = sample[(..., *(slice(a, b) for a, b in view.crop.bounds))]
-                sample = np.flip(sample, [lead + d for d in view.flipped])
-                if view.swapped:
-                    sample = np.swapaxes(sample, *(lead + d for d in view.swapped))
+                crop, _ = dataset._sample(epoch, item)
+                sample = sample[(..., *(slice(*each) for each in crop.bounds))]
             rows.append(sample)
         whole.append(np.stack(rows))
     return whole
 
 
 @pytest.mark.parametrize(("dims", "grid"), ALL)
-@pytest.mark.parametrize("augmented", [False, True])
-def test_blocks_are_those_of_numpy_on_the_whole(dims, grid, augmented):
+@pytest.mark.parametrize("cropped", [False, True])
+def test_blocks_are_those_of_numpy_on_the_whole(dims, grid, cropped):
     random, extents = np.random.default_rng(dims), EXTENTS[dims]
     image = random.random((5, 2, *extents), np.float32)
     mask, onehot = image[:, 0] > 0.5, random.integers(0, 9, (5, 3, *extents))
     columns = [image, mask, onehot, np.arange(5, dtype=np.int16)]
-    options = {"crop": CROPS[dims], "flip": "DHW"[-dims:], "rotate": "HW" if dims > 1 else ""}
-    dataset = ShardDataset(*columns, grid=(1,) * (dims + 2), seed=4, **options if augmented else {})
+    options = {"crop": CROPS[dims]} if cropped else {}
+    dataset = ShardDataset(*columns, grid=(1,) * (dims + 2), seed=4, **options)
     for epoch, items in enumerate([[0], [4, 1, 2], [3, 0]]):
         parts, whole = played(dataset, items, grid, epoch), expected(dataset, columns, epoch, items, dims)
         for part, its in zip(parts, whole, strict=True):
@@ -97,7 +89,7 @@ def test_blocks_are_those_of_numpy_on_the_whole(dims, grid, augmented):
 def test_a_rank_reads_its_block_once_and_nothing_else():
     values = np.arange(4 * 2 * 12 * 10.0).reshape(4, 2, 12, 10)
     source, extents = Counting(values), (6, 8)
-    dataset = ShardDataset(source, grid=(1, 1), crop=extents, flip="HW", rotate="HW")
+    dataset = ShardDataset(source, grid=(1, 1), crop=extents)
     _ = dataset.dims, dataset._forms
     source.read, source.slices = 0, []
     (block,) = dataset.batch(0, [2, 3], Partition((0, 1, 2, 3), (1, 1, 2, 2), 3))
@@ -106,27 +98,22 @@ def test_a_rank_reads_its_block_once_and_nothing_else():
     assert all(each.step in (None, 1) for box in source.slices for each in box)
 
 
+def item_of(dataset, item, epoch=0):
+    """Its tensors, on one rank."""
+    blocks = dataset.batch(epoch, [item], Partition((0,), (1,) * dataset.dims, 0))
+    return [block.local[0] for block in blocks]
+
+
 def test_a_list_has_a_source_for_each_sample_and_crops_several_items():
     volumes = [np.random.default_rng(n).random((9 + n, 8, 7)) for n in range(2)]
     dataset = ShardDataset(volumes, [5, 6], grid=(1, 1, 1), crop=(4, 4, 4), crops=30, channels=False)
-    assert len(dataset) == 60 and dataset.shape == (1, 4, 4, 4)
-    items = [dataset[i] for i in range(60)]
+    items = [item_of(dataset, item) for item in range(60)]
+    assert len(dataset) == 60 and items[0][0].shape == (1, 4, 4, 4)
     assert [int(label) for _, label in items] == [5] * 30 + [6] * 30
     assert len({image.numpy().tobytes() for image, _ in items}) > 50
     again = ShardDataset(volumes, [5, 6], grid=(1, 1, 1), crop=(4, 4, 4), crops=30, channels=False)
-    assert all(torch.equal(again[i][0], image) for i, (image, _) in enumerate(items))
-    dataset.set_epoch(1)
-    assert not torch.equal(dataset[0][0], items[0][0])
-
-
-def test_an_item_without_labels_is_a_tensor_and_has_no_part_of_a_batch(comm):
-    dataset = ShardDataset(np.ones((3, 1, 4)), grid=(1,))
-    assert torch.equal(dataset[-1], torch.ones(1, 4, dtype=torch.float64))
-    with pytest.raises(IndexError, match="the dataset has 3 items, got 3"):
-        dataset[3]
-    partition = Partition((0, 1), (2, 1, 1), 0, Machine.on(comm))
-    with pytest.raises(PartitionError, match="cuts batches, of which an item has no part"):
-        ShardDataset(np.zeros((1, 1, 4)), grid=partition)[0]
+    assert all(torch.equal(item_of(again, i)[0], image) for i, (image, _) in enumerate(items))
+    assert not torch.equal(item_of(dataset, 0, epoch=1)[0], items[0][0])
 
 
 def test_files_are_opened_when_they_are_needed(tmp_path):
@@ -134,14 +121,15 @@ def test_files_are_opened_when_they_are_needed(tmp_path):
     for n, file in enumerate(files[:-1]):
         np.save(file, np.full((1, 6, 5), n, ">f4"))
     dataset = ShardDataset(files, grid=(1, 1))
-    assert dataset[11].dtype == torch.float32 and bool((dataset[11] == 11).all())
+    (found,) = item_of(dataset, 11)
+    assert found.dtype == torch.float32 and bool((found == 11).all())
     with pytest.raises(DataError, match=r"sample 19: .*19\.npy: not found"):
-        dataset[19]
+        item_of(dataset, 19)
     np.save(files[-1], np.zeros((1, 6, 5), np.float32))
-    assert not dataset[19].any()
+    assert not item_of(dataset, 19)[0].any()
     files[3].write_bytes(files[3].read_bytes()[:-9])
     with pytest.raises(DataError, match=r"sample 3: .*3\.npy: .*truncated"):
-        dataset[3]
+        item_of(dataset, 3)
 
 
 def failing(box):
@@ -188,19 +176,3 @@ def test_samples_that_do_not_fit_are_refused(message):
 def test_numbers_of_no_known_form_are_refused(options):
     with pytest.raises(ArgumentError, match=r"ShardDataset: (crops|seed) is an integer"):
         ShardDataset(np.zeros((1, 1, 4)), grid=(1,), **options)
-
-
-def test_a_copy_reads_the_same_and_has_an_epoch_of_its_own(comm, tmp_path):
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((4, 1, 9, 8)))
-    options = {"crop": (5, 5), "flip": "HW", "rotate": "HW"}
-    dataset = ShardDataset(tmp_path / "x.npy", [1, 2, 3, 4], grid=(1, 1), **options)
-    before = dict(os.environ)
-    for made in (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
-        other = made(dataset)
-        # For another process a copy has none.
-        assert other.machine in (dataset.machine, None)
-        for item in range(4):
-            assert all(torch.equal(one, two) for one, two in zip(other[item], dataset[item], strict=True))
-        other.set_epoch(3)
-        assert not torch.equal(other[2][0], dataset[2][0])
-    assert other.machine is None and dict(os.environ) == before

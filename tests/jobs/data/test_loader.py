@@ -1,7 +1,6 @@
 """Batches of split tensors: whole samples in an order that no number of ranks changes, or an error on all."""
 
 import gc
-import pickle
 import threading
 import time
 import warnings
@@ -24,7 +23,6 @@ from distdl_rma import (
     Source,
     SplitTensor,
 )
-from distdl_rma.jobs.data import loader as loader_file
 
 pytestmark = pytest.mark.mpi
 SHAPE = (10, 2, 12, 8)
@@ -93,9 +91,9 @@ def test_replicas_have_samples_of_their_own(comm, P_world, own_grid):
     if own_grid:
         grid = P_world.create_partition_inclusive(range(replica * half, (replica + 1) * half))
         grid = grid.create_cartesian_topology_partition((1, 1, half, 1))
-    loader = ShardLoader(made(grid=grid, crop=(6, 6), flip="HW"), 2, replicas=2, shuffle=True)
+    loader = ShardLoader(made(grid=grid, crop=(6, 6)), 2, replicas=2, shuffle=True)
     assert loader.replica == replica and loader.partition.shape == (1, 1, half, 1) and len(loader) == 3
-    mine, together = whole(loader), whole(ShardLoader(made(crop=(6, 6), flip="HW"), 4, shuffle=True))
+    mine, together = whole(loader), whole(ShardLoader(made(crop=(6, 6)), 4, shuffle=True))
     for (image, number), (all_images, all_numbers) in zip(mine, together, strict=True):
         each = len(all_numbers) // 2
         own = slice(replica * each, (replica + 1) * each)
@@ -133,7 +131,7 @@ def test_epochs_are_shuffled_alike_on_all_numbers_of_ranks(comm):
 
 @pytest.mark.sizes(1, 2, 4)
 def test_a_position_goes_on_at_the_right_sample_with_other_replicas(comm):
-    options = {"crop": (8, 4), "flip": "HW", "rotate": "HW"}
+    options = {"crop": (8, 4)}
     dataset = made(grid=(1, 1) if comm.size < 4 else {"H": 2}, **options)
     if comm.size == 3:
         return
@@ -287,7 +285,6 @@ REFUSED = {
     "shapes: ": lambda odd: of_images(IMAGES[:, :, odd:]),
     "dtypes: ": lambda odd: of_images(IMAGES.astype(np.float64) if odd else IMAGES),
     "samples: 10 on rank 0, but 9 on rank 1": lambda odd: of_images(IMAGES[int(odd) :]),
-    "a worker process has no machine": lambda odd: ShardLoader(pickle.loads(pickle.dumps(made()))),
 }
 
 
@@ -350,14 +347,3 @@ def test_chunks_that_blocks_cut_are_a_warning_on_the_first_rank(comm, listed):
     assert len(caught) == (comm.rank == 0)
     for each in caught:
         assert each.filename == __file__ and "are read whole" in str(each.message)
-
-
-def test_the_first_rank_shows_progress_if_asked_and_rich_is_installed(comm, capfd, monkeypatch):
-    assert len(list(ShardLoader(made(), 2))) == 5
-    assert capfd.readouterr() == ("", "")
-    assert len(list(ShardLoader(made(), 2, progress=True))) == 5
-    said = capfd.readouterr()
-    assert said.out == "" and ("100%" in said.err) == ("epoch 0" in said.err) == (comm.rank == 0)
-    monkeypatch.setattr(loader_file, "find_spec", lambda name: None)
-    with pytest.raises(DistdlError, match="progress=True needs the package rich: pip install rich"):
-        ShardLoader(made(), progress=True)

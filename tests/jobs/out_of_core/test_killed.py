@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from distdl_rma import Source, open_array, predict
-from tests.jobs.out_of_core.nets import UNet, seeded
+from tests.fake_device import needs_fake_device
+from tests.jobs.out_of_core.nets import Gated, UNet, said, seeded
 from tests.run_mpi import completed, mpiexec
 
 KILLS = int(os.environ.get("KILLS", "2"))
@@ -190,6 +191,38 @@ def test_a_job_goes_on_also_on_other_numbers_of_ranks(tmp_path, unkilled, ranks,
             assert norm == "none" or slab == 0
     if norm == "none":
         assert any(begin is not None and (*begin,) > (0, 0) for begin in begins)
+
+
+# Of a process that makes the device known, which this one need not do.
+ON_DEVICES = """
+import os, signal, sys
+from distdl_rma import predict
+from distdl_rma.jobs.out_of_core.results import Results
+from tests.fake_memory import register
+from tests.jobs.out_of_core.nets import Gated, seeded
+
+ended, device, (number, on, source, out) = Results.ended, register(), sys.argv[1:]
+
+def killed(self, sample, slabs):
+    ended(self, sample, slabs)
+    if slabs == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Results.ended = killed
+predict(seeded(Gated).first.to(on), source, out, grid={"H": 7})
+"""
+
+
+@needs_fake_device
+@pytest.mark.parametrize("devices", [("fake", "fake"), ("cpu", "fake")])
+def test_a_prediction_goes_on_on_another_device(tmp_path, devices):
+    source, out = tmp_path / "x.npy", tmp_path / "y.npy"
+    np.save(source, np.random.default_rng(0).random((240, 20), np.float32))
+    want = predict(seeded(Gated).first, source, grid={"H": 7})
+    said(ON_DEVICES, 3, devices[0], source, out, status=-signal.SIGKILL)
+    assert noted(tmp_path, "y.npy") == (0, 3) and not out.exists()
+    said(ON_DEVICES, 0, devices[1], source, out)
+    assert np.array_equal(np.load(out), want) and not [*tmp_path.glob("y.npy.*")]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from math import prod
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distdl_rma import ConfigurationError, Source, plan_prediction, predict
-from distdl_rma.jobs.out_of_core.read_ahead import ReadAhead
+from distdl_rma.jobs.data.read_ahead import boxes_ahead
 from tests.jobs.out_of_core.nets import UNet, seeded, whole
 
 
@@ -44,9 +44,9 @@ def places(count):
 
 def test_one_box_is_read_while_another_one_is_used():
     counting = Counting((4,), None)
-    with ReadAhead(counting.source, places(4), ahead=True) as boxes:
+    with closing(boxes_ahead(counting.source, places(4), ahead=True)) as boxes:
         for n in range(4):
-            assert float(boxes.take()) == counting.array[n]
+            assert float(next(boxes)) == counting.array[n]
             end = time.monotonic() + 5
             while len(counting.boxes) < min(n + 2, 4) and time.monotonic() < end:
                 time.sleep(1e-3)
@@ -57,10 +57,10 @@ def test_one_box_is_read_while_another_one_is_used():
 
 def test_without_a_thread_boxes_are_read_when_they_are_taken():
     counting = Counting((4,), None)
-    with ReadAhead(counting.source, places(4), ahead=False) as boxes:
+    with closing(boxes_ahead(counting.source, places(4), ahead=False)) as boxes:
         for n in range(4):
             assert len(counting.boxes) == n and not threads()
-            boxes.take()
+            next(boxes)
 
 
 def test_an_error_is_raised_where_the_box_is_used_and_no_thread_stays():
@@ -69,12 +69,12 @@ def test_an_error_is_raised_where_the_box_is_used_and_no_thread_stays():
             raise OSError("bad sector")
         return np.zeros(1, np.float32)
 
-    with ReadAhead(Source((4,), np.float32, read), places(4), ahead=True) as boxes:
-        boxes.take()
-        boxes.take()
+    with closing(boxes_ahead(Source((4,), np.float32, read), places(4), ahead=True)) as boxes:
+        next(boxes)
+        next(boxes)
         time.sleep(0.05)
         with pytest.raises(OSError, match="bad sector"):
-            boxes.take()
+            next(boxes)
     assert not threads()
 
 

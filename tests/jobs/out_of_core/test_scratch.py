@@ -6,7 +6,7 @@ import resource
 import signal
 import threading
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import pairwise
 
 import pytest
@@ -70,7 +70,7 @@ def test_bytes_of_any_dtype_come_back_before_and_after_they_are_written(tmp_path
     dtype = getattr(torch, name)
     x = torch.randint(0, 255, (3, 5, 1000 * dtype.itemsize), dtype=torch.uint8)
     x = (x % 2 if dtype is torch.bool else x).view(dtype)
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         region = scratch.write(x)
         assert torch.equal(read_back(scratch, region, x).view(torch.uint8), x.view(torch.uint8))
         scratch.wait(region)
@@ -84,7 +84,7 @@ def test_bytes_of_any_dtype_come_back_before_and_after_they_are_written(tmp_path
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (PAGE,), (PAGE + 1,), None])
 def test_tensors_of_any_size_come_back_and_views_in_the_order_of_their_elements(tmp_path, shape):
     x = torch.randn(40, 50, dtype=torch.complex64).t()[::2].conj() if shape is None else torch.randn(shape)
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         region = scratch.write(x)
         scratch.wait(region)
         found = read_back(scratch, region, torch.empty(x.shape, dtype=x.dtype))
@@ -104,7 +104,7 @@ class Slow(Scratch):
 
 
 def test_what_waits_is_kept_alive_read_from_memory_and_dropped_when_it_is_written(tmp_path):
-    with Slow(tmp_path) as scratch:
+    with closing(Slow(tmp_path)) as scratch:
         x = torch.arange(10000.0)
         expected, memory = x.clone(), weakref.ref(x)
         region = scratch.write(x)
@@ -119,7 +119,7 @@ def test_what_waits_is_kept_alive_read_from_memory_and_dropped_when_it_is_writte
 
 
 def test_a_region_that_is_freed_before_its_turn_is_never_written(tmp_path):
-    with Slow(tmp_path) as scratch:
+    with closing(Slow(tmp_path)) as scratch:
         first, second = (scratch.write(torch.ones(PAGE)) for _ in range(2))
         scratch.free(second)
         scratch.free(second)
@@ -133,7 +133,7 @@ def test_a_region_that_is_freed_before_its_turn_is_never_written(tmp_path):
 def test_writes_wait_when_too_much_is_in_flight(tmp_path, monkeypatch):
     x, passed = torch.zeros(PAGE), []
     at_most_in_flight(monkeypatch, 2 * x.nbytes)
-    with Slow(tmp_path) as scratch:
+    with closing(Slow(tmp_path)) as scratch:
         for _ in range(2):
             scratch.write(x)
         third = threading.Thread(target=lambda: passed.append(scratch.write(x)))
@@ -150,7 +150,7 @@ def test_writes_wait_when_too_much_is_in_flight(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kept", [0, 4 * PAGE])
 def test_space_is_used_again_and_the_file_shrinks_from_its_end(tmp_path, monkeypatch, kept):
     monkeypatch.setattr("distdl_rma.jobs.out_of_core.scratch._KEPT_NBYTES", kept)
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         for _ in range(5):
             regions = [scratch.write(torch.full((PAGE * n,), float(n))) for n in (3, 1, 2)]
             for region in regions:
@@ -171,7 +171,7 @@ def test_space_is_used_again_and_the_file_shrinks_from_its_end(tmp_path, monkeyp
 
 def test_a_prefetch_fills_the_tensor_that_read_gets(tmp_path):
     xs = [torch.randn(PAGE) for _ in range(3)]
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         regions = [scratch.write(x) for x in xs]
         scratch.wait(regions[-1])
         targets = [torch.empty_like(x) for x in xs]
@@ -203,7 +203,7 @@ def test_many_threads_write_read_and_free(tmp_path, monkeypatch):
                 wrong.append((number, turn))
             scratch.free(region)
 
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for each in threads:
             each.start()
@@ -214,7 +214,7 @@ def test_many_threads_write_read_and_free(tmp_path, monkeypatch):
 
 
 def test_the_quota_is_refused_before_anything_is_written_and_goes_on_after_a_free(tmp_path):
-    with Scratch(tmp_path, quota="64KiB") as scratch:
+    with closing(Scratch(tmp_path, quota="64KiB")) as scratch:
         first = scratch.write(torch.zeros(3 * PAGE))
         with pytest.raises(DataError) as caught:
             scratch.write(torch.zeros(2 * PAGE))
@@ -229,7 +229,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call_and_its_bytes_stay_in_mem
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         good = scratch.write(torch.ones(PAGE))
         scratch.wait(good)
         monkeypatch.setattr(os, "pwrite", full)
@@ -250,7 +250,7 @@ def test_a_read_that_fails_is_raised_also_after_a_prefetch(tmp_path, monkeypatch
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    with Scratch(tmp_path) as scratch:
+    with closing(Scratch(tmp_path)) as scratch:
         region, into = scratch.write(torch.ones(PAGE)), torch.empty(PAGE)
         scratch.wait(region)
         with monkeypatch.context() as patch:
@@ -264,10 +264,11 @@ def test_a_read_that_fails_is_raised_also_after_a_prefetch(tmp_path, monkeypatch
 
 LIMITED = """
 import resource, sys, torch
+from contextlib import closing
 from distdl_rma.errors import DataError
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-with Scratch(sys.argv[1]) as scratch:
+with closing(Scratch(sys.argv[1])) as scratch:
     regions = [scratch.write(torch.full((1 << 18,), 1.0 * n)) for n in range(2)]
     try:
         [scratch.wait(region) for region in regions]
@@ -316,7 +317,7 @@ def test_an_unused_file_closes_itself_with_its_thread(tmp_path):
 
 def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path, monkeypatch):
     at_most_in_flight(monkeypatch, 1)
-    with Slow(tmp_path) as scratch:
+    with closing(Slow(tmp_path)) as scratch:
         region = scratch.write(torch.ones(PAGE))
         blocked = []
 
@@ -328,13 +329,13 @@ def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path, monkeypatch):
 
         thread = threading.Thread(target=write)
         thread.start()
-        closing = threading.Thread(target=scratch.close)
-        closing.start()
+        closes = threading.Thread(target=scratch.close)
+        closes.start()
         while not scratch.closed:
             pass
         scratch.gate.set()
         thread.join(60)
-        closing.join(60)
+        closes.join(60)
         assert len(blocked) == 1
     scratch.close()
     scratch.free(region)

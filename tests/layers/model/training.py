@@ -63,7 +63,7 @@ def alike(split, alone, tolerance=1e-9):
     state = alone.state_dict()
     for key, value in split.state_dict().items():
         torch.testing.assert_close(
-            value, state[key], atol=tolerance, rtol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
+            value.cpu(), state[key], atol=tolerance, rtol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
         )
 
 
@@ -82,7 +82,7 @@ def both(act, make=made, tolerance=1e-9, grids=None, **options):
             found = act(split)
             alike(split, alone, tolerance)
             if expected is not None:
-                found, expected = whole(found).detach(), expected.detach()
+                found, expected = whole(found).detach().cpu(), expected.detach()
                 assert ((found - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
         finally:
             split.distributed.close()

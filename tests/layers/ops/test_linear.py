@@ -1,4 +1,4 @@
-"""Products whose gradients are written where they are wanted, and a weight that is kept in shards."""
+"""Products whose gradients are written where they are wanted."""
 
 import pytest
 import torch
@@ -6,13 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import GradientSync, Machine
-from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
-from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.ops.linear import (
-    LinearInPlaces,
-    ShardedMatrix,
-)
+from distdl_rma.layers.ops.linear import LinearInPlaces
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
 
@@ -117,23 +112,3 @@ def test_nothing_is_offered_but_for_the_parameter_itself(P_world, comm, way):
     assert not any(taken.values())
     if sync is not None:
         sync.close()
-
-
-def site(P_world):
-    return CallSite(Machine.of(P_world), "zero")
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int32])
-@pytest.mark.parametrize("shape", [(5, 7), (1, 1), (0, 4), (700, 900)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_reduce_scatter_is_the_transpose_of_all_gather(P_world, comm, dtype, shape, dim):
-    line = P_world.create_cartesian_topology_partition((comm.size,))
-    matrix = ShardedMatrix(site(P_world), line, shape, dim)
-    whole = torch.arange(shape[0] * shape[1]).reshape(shape).to(dtype) % 1000
-    grid = [1, 1]
-    grid[dim] = comm.size
-    mine = Decomposition.balanced(P_world.create_cartesian_topology_partition(grid), shape).slices()
-    assert torch.equal(matrix.all_gather(whole[mine]), whole)
-    terms = whole * (comm.rank + 1)
-    assert torch.equal(matrix.reduce_scatter(terms), (whole * sum(range(1, comm.size + 1)))[mine])

@@ -78,7 +78,6 @@ _CALLS = {
     "DistributedEmbedding root": ("line, 7, 3, weights='root'", _WORDS),
     "DistributedLinear": ("line, line, line, 3 * n, 8", _ROWS),
     **{f"DistributedLinear{way}": ("line, 3 * n, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},
-    **{f"DistributedLinear{way}Zero": ("blocks, 3, 8", _ROWS) for way in ("AllGather", "ReduceScatter")},
     "AllGather": ("line, [1]", _WIDER),
     "ReduceScatter": ("line, [1]", _WIDER),
     "AllSumReduce": ("line, [1]", _ROWS),

@@ -34,11 +34,11 @@ REFUSED = {
     "Linear(plane, plane, flat, 3, 4)": r"PartitionError: P_W is a grid of \(rows, columns\)",
     "LinearAllGather(3, 4, plane)": "PartitionError: the first argument is a partition, got 3",
     "LinearReduceScatter(plane, -1, 4)": "ArgumentError: in_features is a number .* at least 0, got -1",
-    "LinearAllGatherZero(plane, 3, plane)": "ArgumentError: out_features is a number of features",
+    "LinearAllGather(plane, 3, plane)": "ArgumentError: out_features is a number of features",
     "LinearAllGather(plane, 3, 4, weights='sharded')": r"ArgumentError: \('replicated', 'root'\), got 's",
     "LinearAllGather(plane, 3, 4, placement='root', weights='replicated')": "ArgumentError: mean the",
     "LinearReduceScatter(plane, 3, 4, device='meta')": "UnsupportedError: device meta is not supp",
-    "LinearReduceScatterZero(plane, 3, 4, dtype=torch.int32)": "UnsupportedError: got torch.int32",
+    "LinearReduceScatter(plane, 3, 4, dtype=torch.int32)": "UnsupportedError: got torch.int32",
     "BatchNorm2d(plane, 4)": r"PartitionError: Norm2d: P_x has 2 dimensions .*the tensor has 4",
     "BatchNorm1d(plane, -1)": "ArgumentError: DistributedBatchNorm1d: .*negative dimension -1",
     "InstanceNorm1d(line, -1)": "ArgumentError: none below 0, got .-1,.",
@@ -134,7 +134,6 @@ REFUSED = {
 }
 REFUSED_OF_SEVERAL = {
     "Linear(flat, flat, space, 3, 4)": "PartitionError: data-parallel blocks, but P_x",
-    "CrossEntropyLoss(plane, reduction='none')": "UnsupportedError: 'none' with classes split",
     "SumReduce(plane, blocks)": r"PartitionError: SumReduce: grids \(1, \d\) and \(\d, 1\) do not fit",
     "Broadcast(plane, blocks)": r"PartitionError: Broadcast: grids \(\d, 1\) and \(1, \d\) do not fit",
     "SumReduce(one, flat)": r"PartitionError: grids \(1,\) and \(\d,\)",

@@ -118,7 +118,7 @@ PRINTED = {
     "ConvTranspose1d(line, line, line, 2, 2, 3, placement='root', weights='root')": "in_channels=2,"
     f" out_channels=2, {_WINDOW}output_padding=(0,), groups=1, bias=True, dilation=(1,), placement='root',"
     " P_x={line}, P_y={line}, P_W={line}",
-    "LinearAllGatherZero(plane, 3, 4)": "in_features=3, out_features=4, bias=True, P_x={plane}, P_y={plane},"
+    "LinearAllGather(plane, 3, 4)": "in_features=3, out_features=4, bias=True, P_x={plane}, P_y={plane},"
     " P_w={workers}",
     "LinearAllGather(plane, 3, 4, weights='root')": "in_features=3, out_features=4, bias=True,"
     " placement='root', P_x={plane}, P_y={plane}, P_w={workers}",

@@ -114,20 +114,15 @@ for _way, _call, _active in (
     ("ReduceScatter", "(P_x, in_features, out_features, P_y=P_y)", "P_x"),
 ):
     EXAMPLES[f"{_way}, single"] = SINGLE.format(layer=f"DistributedLinear{_way}")
-    for _zero in ("", "Zero"):
-        _layer = f"DistributedLinear{_way}{_zero}"
-        EXAMPLES[f"{_way}{_zero}, separate"] = SEPARATE.format(call=f"{_layer}{_call}", active=_active)
-# The partitions of two examples are named the other way round than in their prose: that reading too.
-EXAMPLES |= {
-    f"{key}, as in the prose": (
-        EXAMPLES[key]
-        .replace("[2, 1, 4]", "GRID")
-        .replace("[2, 4, 1]", "[2, 1, 4]")
-        .replace("GRID", "[2, 4, 1]")
-        .replace("np.array([2, 8, 4])", "np.array([2, 2, 16])")
-    )
-    for key in ("AllGather, separate", "AllGatherZero, separate")
-}
+    EXAMPLES[f"{_way}, separate"] = SEPARATE.format(call=f"DistributedLinear{_way}{_call}", active=_active)
+# The partitions of an example are named the other way round than in their prose: that reading too.
+EXAMPLES["AllGather, separate, as in the prose"] = (
+    EXAMPLES["AllGather, separate"]
+    .replace("[2, 1, 4]", "GRID")
+    .replace("[2, 4, 1]", "[2, 1, 4]")
+    .replace("GRID", "[2, 4, 1]")
+    .replace("np.array([2, 8, 4])", "np.array([2, 2, 16])")
+)
 
 
 def whole(comm, P, local, shape):

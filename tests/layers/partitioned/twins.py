@@ -135,11 +135,10 @@ FORMS = {
     ),
 }
 for _way, _named in (("AllGather", "P_x"), ("ReduceScatter", "P_y")):
-    for _zero in ("", "Zero"):
-        _kind = f"Linear{_way}{_zero}"
-        FORMS[_kind] = _linear(_kind, _pair)
-        FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, _lines, named={_named: features})
-    FORMS[f"Linear{_way} root"] = _linear(f"Linear{_way}", _vectors, weights="root")
+    _kind = f"Linear{_way}"
+    FORMS[_kind] = _linear(_kind, _pair)
+    FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, _lines, named={_named: features})
+    FORMS[f"{_kind} root"] = _linear(_kind, _vectors, weights="root")
 FORMS |= {
     f"{key}, replicated": Form(
         form.kind, form.arguments, form.given, (channels,), {}, {"placement": "replicated"}

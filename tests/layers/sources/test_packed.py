@@ -1,4 +1,4 @@
-"""Packed arrays are unpacked alike in all formats: as netCDF4 and xarray do."""
+"""Packed arrays of NetCDF and NIfTI are unpacked by their libraries; others are never read as they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distdl_rma import DataError, ShapeError, open_array
-from distdl_rma.layers.sources.packed import unpacked
+from distdl_rma.layers.sources.packed import check_stored
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import read_box
 
@@ -44,32 +44,38 @@ CASES = {
     ),
     "limits": ("f4", {"valid_range": np.array([-5, 50], "f4")}, np.float32),
     "fill of floats": ("f4", {"_FillValue": np.float32(7)}, np.float32),
-    "integral factor of floats": ("f4", {"scale_factor": 2, "add_offset": 1}, np.float32),
-    "integral factor, filled": ("f4", {"scale_factor": 2, "_FillValue": np.float32(7)}, np.float32),
+    "integral factor of floats": ("f4", {"scale_factor": 2, "add_offset": 1}, np.float64),
 }  # fmt: skip
-NANS = {"limits": 2, "integral factor, filled": 1}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_file_is_the_same_array_as_netcdf_and_as_hdf5(name, tmp_path):
+def test_netcdf_is_unpacked_and_hdf5_is_refused(name, tmp_path):
     kind, attributes, wanted = CASES[name]
     path = netcdf(tmp_path / "x.nc", STORED.astype(kind), attributes)
+    source = open_array(path, "x")
+    found = whole(source)
+    assert source.dtype == found.dtype == wanted
     shutil.copy(path, tmp_path / "x.h5")
-    with np.errstate(all="ignore"):
-        found = [whole(open_array(f"{tmp_path / file}::x")) for file in ("x.nc", "x.h5")]
-    assert [each.dtype for each in found] == [wanted] * 2
-    np.testing.assert_array_equal(*found)
-    if name in NANS:
-        # Xarray fails, or knows no limits.
-        assert np.isnan(found[0]).sum() == NANS[name]
+    with pytest.raises(DataError, match=r"x\.h5: has .* elements stand for others.*xarray\.open_dataset"):
+        open_array(tmp_path / "x.h5", "x")
+    if name == "limits":
+        # Of which xarray knows none.
+        assert np.isnan(found).sum() == 2
         return
     xarray = pytest.importorskip("xarray")
     with xarray.open_dataset(path, engine="netcdf4") as file:
-        np.testing.assert_allclose(found[0], file["x"].values, rtol=1e-6)
+        np.testing.assert_allclose(found, file["x"].values, rtol=1e-6)
+        np.testing.assert_array_equal(whole(file["x"]), file["x"].values)
+
+
+def test_netcdf_that_its_library_would_round_is_refused(tmp_path):
+    path = netcdf(tmp_path / "x.nc", STORED / 8, {"scale_factor": np.float32(1), "add_offset": np.int32(0)})
+    with pytest.raises(DataError, match="would round elements of float64 to float32"):
+        open_array(path, "x")
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_zarr_of_xarray_is_what_xarray_reads(version, tmp_path):
+def test_zarr_of_xarray_is_read_where_nothing_is_packed(version, tmp_path):
     xarray = pytest.importorskip("xarray")
     x = np.where(STORED > 50, np.nan, STORED / 8)
     how = {
@@ -79,29 +85,29 @@ def test_zarr_of_xarray_is_what_xarray_reads(version, tmp_path):
     }
     made = xarray.Dataset(dict.fromkeys(how, (("y", "x"), x)))
     made.to_zarr(tmp_path / "x.zarr", encoding=how, zarr_format=version, consolidated=False)
-    with xarray.open_zarr(tmp_path / "x.zarr", consolidated=False) as wanted:
-        for name in how:
-            found = whole(open_array(f"{tmp_path / 'x.zarr'}::{name}"))
-            assert found.dtype == wanted[name].dtype
-            np.testing.assert_array_equal(found, wanted[name].values)
-            assert np.isnan(found).any()
+    np.testing.assert_array_equal(whole(open_array(tmp_path / "x.zarr", "plain")), x)
+    for name in ("packed", "filled"):
+        with pytest.raises(
+            DataError, match=r"x\.zarr: has .*, so that elements stand for others, or for none"
+        ):
+            open_array(tmp_path / "x.zarr", name)
 
 
 def test_missing_integers_are_refused_where_they_are_read(tmp_path):
-    path = netcdf(tmp_path / "x.h5", STORED, {"_FillValue": np.int16(-9)})
+    path = netcdf(tmp_path / "x.nc", STORED, {"_FillValue": np.int16(-9)})
     source = open_array(path, "x")
     assert read_box(source, (slice(1, 2), slice(0, 3))).tolist() == [[7, -1, 100]]
     with pytest.raises(ShapeError, match="some elements are masked"):
         whole(source)
 
 
-def test_a_factor_that_is_no_number_is_refused_and_a_fill_that_cannot_occur_is_none(tmp_path):
+def test_attributes_that_change_nothing_are_no_reason(tmp_path):
+    neutral = {"scale_factor": 1.0, "add_offset": np.int32(0), "_Unsigned": "false", "_FillValue": np.nan}
+    check_stored("x.h5", STORED.astype("f4"), neutral | {"missing_value": np.array([np.nan], "f4")})
+    check_stored("x.h5", np.array(["a"]), {"_FillValue": "b"})
     for wrong in ("two", np.ones(2)):
-        with pytest.raises(DataError, match=r"x\.h5: the attribute scale_factor is"):
-            unpacked("x.h5", STORED, {"scale_factor": wrong})
-    for fill in ("none", np.nan, 1e30, 0.5):
-        assert unpacked("x.h5", STORED, {"_FillValue": fill}) is STORED
-    assert unpacked("x.h5", STORED.astype("f4"), {"_FillValue": np.nan, "units": "K"}).dtype == "f4"
+        with pytest.raises(DataError, match=r"x\.h5: has scale_factor="):
+            check_stored("x.h5", STORED, {"scale_factor": wrong})
 
 
 def test_without_such_attributes_the_file_is_read_by_offset(tmp_path):

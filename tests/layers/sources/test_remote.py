@@ -188,7 +188,7 @@ def test_elements_of_hdf5_in_files_of_this_machine_are_not_for_servers(server, t
         file["soft"] = h5py.SoftLink("/deep/x")
         file["deep/x"] = X
     for name in ("raw", "link"):
-        with pytest.raises(DataError, match="has elements in the file"):
+        with pytest.raises(DataError, match=r"has elements in the file|leads into the file"):
             open_array(f"{server.url}/x.h5::{name}")
     assert np.array_equal(open_array(f"{server.url}/x.h5::soft")[BOX], X[BOX])
 

@@ -16,7 +16,8 @@ import torch
 from mpi4py import MPI
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from distdl_rma import Partition, UnsupportedError
+from distdl_rma import Partition, SplitTensor, UnsupportedError
+from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.split.calls.table import RULES, functions_named
 from distdl_rma.testing import grids
 from tests.fuzz.samples import drawn_samples, operations
@@ -32,15 +33,12 @@ REFUSED = {"item", "sparse.mm"}
 REASONS = (
     "only floating point numbers are",
     "the indices are split",
-    "it takes from a flattened tensor",
     "use the form without the underscore",
     "an argument beside the input is split",
-    "with what is to come before or behind the input",
     "it is given coordinates",
 )
 EXCLUDED = {
     "broadcast_tensors": "returns plain tensors for plain ones, whose gradients are no contributions",
-    "meshgrid": "returns plain tensors for plain ones, whose gradients are no contributions",
     "nn.functional.batch_norm": "torch has no samples for a processor",
     "nn.functional.multi_head_attention_forward": "draws numbers",
 }
@@ -64,6 +62,28 @@ def samples_of(file: str, parts: int = 1) -> Callable[..., None]:
                 assert bool(compared) == (op.name not in REFUSED), f"{op.name}: {compared} of {len(some)}"
 
     return test
+
+
+def on_device(
+    check: Callable[..., None],
+    device: torch.device,
+    P_world: Partition,
+    function: Callable[..., Any],
+    *tensors: Sequence[torch.Tensor],
+    **how: Any,
+) -> None:
+    """``check`` with a function that computes on a device, where all tensors are copied, on one grid."""
+
+    def moved(*given: Any) -> Any:
+        if not isinstance(given[0], SplitTensor):
+            return function(*given)
+        there = [x.to(device) for x in given]
+        for x in there:
+            if not isinstance(x, SplitTensor):
+                mark_summed_later(x, True)
+        return tree_map(lambda y: y.cpu() if isinstance(y, torch.Tensor) else y, function(*there))
+
+    check(P_world, moved, *tensors, **how | {"only": how["only"][:1]})
 
 
 def taken(make: Callable[[], Iterator[Any]], most: int) -> list[Arguments]:

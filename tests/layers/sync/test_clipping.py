@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, MismatchError, ProtocolError, gather_state_dict
-from distdl_rma.layers import DistributedConv2d, DistributedLinear, DistributedLinearAllGatherZero
+from distdl_rma.layers import DistributedConv2d, DistributedLinear, DistributedLinearAllGather
 from tests.layers.partitioned.same_error import same_error
 from tests.layers.partitioned.sequential import agree, shard
 
@@ -20,14 +20,14 @@ F64 = {"dtype": torch.float64}
 
 
 def both(P_world):
-    """A network whose layers keep weights as copies, blocks, one set and shards, torch's twin, and places."""
+    """A network whose layers keep weights as copies, blocks and one set, torch's twin, and places."""
     n = P_world.size
     P_x, P_b, P_t = (P_world.create_cartesian_topology_partition(g) for g in ((1, n), (n, 1), (1, 1, n, 1)))
     torch.manual_seed(3)
     ours = nn.ModuleList(
         [
             DistributedLinear(P_x, P_x, P_b, 5, 7, **F64),
-            DistributedLinearAllGatherZero(P_b, 7, 5, **F64),
+            DistributedLinearAllGather(P_b, 7, 5, **F64),
             nn.Linear(5, 5, **F64),
             DistributedConv2d(P_t, 1, 2, 3, padding=1, weights="root", **F64),
             DistributedConv2d(P_t, 2, 1, 3, padding=1, **F64),

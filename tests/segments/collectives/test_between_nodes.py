@@ -13,10 +13,8 @@ from distdl_rma.segments.collectives.between_nodes import (
     in_pieces,
     looks,
     number_of_pieces,
-    pieces_of_all,
     slices,
 )
-from distdl_rma.segments.collectives.node_layout import Run
 from distdl_rma.segments.waiting.header import WaitReason
 
 LONG = 30_000
@@ -32,12 +30,6 @@ def test_pieces_are_few_and_of_small_vectors_there_is_one():
 def test_slices_are_all_of_it_in_order():
     for count in (0, 1, 3, 8, 101):
         assert [i for at in slices(count, 5) for i in range(count)[at]] == list(range(count))
-    parts = [[Run(0, 5), Run(9, 10)], [], [Run(5, 6)]]
-    cut = pieces_of_all(parts, 4)
-    assert [sum(part.size for part in of_node) for of_node in cut[0]] == [2, 0, 1]
-    for node, of_node in enumerate(parts):
-        wanted = [i for part in of_node for i in range(part.start, part.stop)]
-        assert [i for piece in cut for part in piece[node] for i in range(part.start, part.stop)] == wanted
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8])

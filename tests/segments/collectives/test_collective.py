@@ -190,41 +190,6 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
     job.close()
 
 
-@pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize("count", [4, 30_000])
-def test_reset_recovers_from_a_step_that_not_all_ranks_took_part_in(segments, comm, count):
-    job = Allreduce(segments, segments.ranks, count, np.float32, name="recovers")
-    for attempt in range(3):
-        # Every other rank starts a step that its neighbours do not; in the second attempt it waits, too.
-        for step in range(2):
-            job.active[:] = step
-            job.start()
-            assert (job.wait() == step * comm.size).all()
-        if (comm.rank + attempt) % 2:
-            job.active[:] = np.nan
-            job.start()
-            if attempt == 1 and comm.size > 1:
-                with pytest.raises(ExchangeTimeout):
-                    job.wait(timeout=0.02)
-        job.reset()
-        assert not job.running
-        with pytest.raises(ProtocolError, match="before a step was waited for"):
-            _ = job.result
-        comm.Barrier()
-    assert (job(np.ones(count)) == comm.size).all()
-    job.close()
-
-
-def test_reset_before_the_first_step_and_with_a_rank_missing(segments, comm):
-    job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="missing")
-    if comm.rank == 0 and comm.size > 1:
-        with pytest.raises(ExchangeTimeout, match=r"to reach 'missing|to connect 'missing"):
-            job.reset(timeout=0.05)
-    comm.Barrier()
-    job.reset()
-    job.close()
-
-
 def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm):
     job = Allreduce(segments, segments.ranks, 30_000, np.float32, name="closed early")
     job.active[:] = 1
@@ -278,7 +243,7 @@ def test_an_interrupted_step_is_never_taken_for_a_complete_one(segments, comm, c
         job.start()
     with pytest.raises(KeyboardInterrupt, match="by hand"):
         job.start() if at_start else job.wait()
-    for call in (job.start, job.test, job.wait, job.wait, job.reset, lambda: job.result):
+    for call in (job.start, job.test, job.wait, job.wait, lambda: job.result):
         with pytest.raises(ProtocolError, match="'interrupted': step 1 was interrupted by KeyboardInterrupt"):
             call()
     segments.progress()
@@ -304,45 +269,15 @@ def test_floating_point_errors_are_results(segments, comm, count):
     job.close()
 
 
-def test_reset_after_some_ranks_ran_ahead_many_steps(segments, comm):
-    first, everyone = segments.ranks[0], len(segments.ranks)
-    jobs = [
-        Bcast(segments, segments.ranks, 4, np.int64, first, "far ahead"),
-        Allreduce(segments, segments.ranks, 4, np.int64, name="far ahead, too"),
-        Allreduce(segments, segments.ranks, 30_000, np.int64, name="far ahead as well"),
-    ]
-    for job in jobs:
-        job.connect()
-        if comm.rank == first:
-            # Between nodes it waits for nobody; on a node it does, and the first step stays open.
-            for _ in range(3):
-                job.active[:] = -1
-                job.start()
-                try:
-                    job.wait(timeout=0.05)
-                except ExchangeTimeout:
-                    break
-        comm.Barrier()
-        job.reset()
-        for step in range(3):
-            job.active[:] = 100 + step
-            job.start()
-            expected = 100 + step if job is jobs[0] else everyone * (100 + step)
-            assert (job.wait() == expected).all()
-        comm.Barrier()
-        job.close()
-
-
 @pytest.mark.parametrize("count", [3, 20_000])
 def test_a_call_is_a_step_and_a_forgotten_collective_gives_its_memory_back(segments, comm, count):
     job = Allreduce(segments, segments.ranks, count, np.float64, name=f"forgotten {count}")
     for step in range(3):
         total = job(np.full(count, comm.rank + step))
         assert (total == sum(range(comm.size)) + comm.size * step).all()
-    closed = []
-    for part in job._parts:
-        # Of the object itself: nobody else has the collective to close it.
-        part.close = lambda close=part.close: (closed.append(1), close())
+    closed, part = [], job._algorithm
+    # Of the object itself: nobody else has the collective to close it.
+    part.close = lambda close=part.close: (closed.append(1), close())
     del job
     gc.collect()
     assert closed == [1]

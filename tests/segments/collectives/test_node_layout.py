@@ -9,7 +9,7 @@ import pytest
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.equality_check import turns_between_leaders
-from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths, clipped
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
 
 
 def machine_nodes(size, per_node):
@@ -47,7 +47,7 @@ def test_wrong_numbers_are_named():
         NodeLayout.checked((0, 0), ((0, 1),), 0, "x")
 
 
-@pytest.mark.parametrize("function", [clipped, turns_between_leaders, all_push_is_better])
+@pytest.mark.parametrize("function", [turns_between_leaders, all_push_is_better])
 def test_the_example_of_a_function_is_what_it_returns(function):
     (example,) = DocTestFinder(recurse=False).find(function, globs=vars(sys.modules[function.__module__]))
     assert DocTestRunner().run(example) == (0, len(example.examples))

@@ -29,18 +29,13 @@ OUTSIDE = {
     "put_list_notify": lambda r, at: r.put_list_notify([(ONE, 0), (BIG, at)], 0),
     "get": lambda r, at: r.get(BIG, at),
     "get_list": lambda r, at: r.get_list([(BIG, 0), (BIG, at)]),
-    "view": lambda r, at: r.view("u1", 8, at),
 }
 # The second one is of a subclass.
 MASKED = np.ma.array([1.0, 2.0], mask=[0, 1]), np.ma.masked
 # Calls with the peer's buffer, and words of their errors.
 REMOTE = [
     (ShapeError, "not inside rank",
-     *(lambda r, c=c, at=at: c(r, at) for c in OUTSIDE.values() for at in OFFSETS),
-     *(lambda r, s=s: r.view("u1", s) for s in ((2**32, 2**32), (1 << 62, 2), 1025))),
-    (ShapeError, "no segment holds",
-     *(lambda r, a=a: r.view(*a) for a in (("u1", (-1, 5)), ("O", 1), (PAIRS, 2), ("nonsense", 4)))),
-    (ArgumentError, "view: an offset is a whole number", lambda r: r.view("u1", 4, 0.5)),
+     *(lambda r, c=c, at=at: c(r, at) for c in OUTSIDE.values() for at in OFFSETS)),
     (ShapeError, "8 bytes at a multiple of 8 inside rank",
      *(lambda r, at=at: r.fetch_add(at, 1) for at in (-8, 4, 7, 1017, 1024, 2**70)),
      *(lambda r, at=at: r.compare_swap(at, 0, 1) for at in (-8, 4, 1024)), lambda r: r.atomic_load(4)),
@@ -66,7 +61,7 @@ REMOTE = [
     (ArgumentError, "a queue is made by", lambda r: r.put(ONE, queue="q"),
      lambda r: r.put_notify(ONE, 0, queue=3),
      lambda r: r.put_list([(ONE, 0)], queue="q"), lambda r: r.get(BIG, queue="q"),
-     lambda r: r.get_list([(BIG, 0)], queue=[]), lambda r: r.view("u1", 4).put(0, 1, "q")),
+     lambda r: r.get_list([(BIG, 0)], queue=[])),
     (ShapeError, "takes pairs",
      lambda r: r.put_list([(ONE, 0), (ONE, "x")]),
      lambda r: r.put_list([(ONE, 0), 5]), lambda r: r.put_list(None),
@@ -84,20 +79,13 @@ REMOTE = [
     (ShapeError, "a masked array: what is masked has no value",
      *(lambda r, m=m: r.put(m) for m in MASKED), *(lambda r, m=m: r.put_notify(m, 0) for m in MASKED),
      *(lambda r, m=m: r.put_list([(ONE, 0), (m, 0)]) for m in MASKED),
-     *(lambda r, m=m: r.view("f8", 2).put(..., m) for m in MASKED), lambda r: r.get(MASKED[0])),
-    (ShapeError, "does not fit into complex64",
-     *(lambda r, v=v: r.view("c8", 1).put(0, v) for v in (complex(np.nan, 1e300), complex(1e300, np.nan)))),
+     lambda r: r.get(MASKED[0])),
     (ShapeError, "not an array that numpy can look at",
-     *(lambda r, t=t: r.put(t) for t in (HALF, GRAD)), *(lambda r, t=t: r.get(t) for t in (HALF, GRAD)),
-     *(lambda r, t=t: r.view("f4", 2).put(..., t) for t in (HALF, GRAD))),
-    (ShapeError, "put", *(lambda r, d=d: r.view("f8", (3, 4)).put(0, d) for d in (
-        np.zeros(5), np.zeros((3, 4, 1)), np.zeros(4, complex), "text", 2**2000, [1, 2, 3], ["1", 2, 3, 4])),
-     lambda r: r.view("i4", 3).put(..., 1.5), lambda r: r.view("u1", 4).put(0, 2**53 + 0.5)),
+     *(lambda r, t=t: r.put(t) for t in (HALF, GRAD)), *(lambda r, t=t: r.get(t) for t in (HALF, GRAD))),
     (ConfigurationError, "a timeout is", lambda r: r.get(BIG, timeout=-1),
      lambda r: r.fetch_add(0, 1, timeout=-1),
      lambda r: r.compare_swap(0, 1, 1, timeout="x"), lambda r: r.flush(timeout=float("nan")),
      lambda r: r.get_list([(BIG, 0)], timeout=-1)),
-    (TypeError, "without dimensions", lambda r: len(r.view("i2", ())), lambda r: iter(r.view("i2", ()))),
 ]  # fmt: skip
 GETS = [
     (ArgumentError, "notification 2 of a buffer that has 2", lambda r, b: r.get_notify(BIG, b, 2)),
@@ -132,7 +120,9 @@ OWN = [
      *(lambda b, n=n: b.exchange({b.here.peer: n}) for n in ((1.5,), (1, 2, 3, 4, 5), (2**63,), None, 3))),
     (ArgumentError, "label is a string", lambda b: b.exchange([b.here.peer], 5)),
     (ArgumentError, "a fingerprint", lambda b: b.exchange([b.here.peer], fingerprint=1 << 63)),
-    (ShapeError, "no segment holds", lambda b: b.view("S", 4)),
+    (ShapeError, "no segment holds",
+     *(lambda b, a=a: b.view(*a)
+       for a in (("S", 4), ("u1", (-1, 5)), ("O", 1), (PAIRS, 2), ("nonsense", 4)))),
 ]  # fmt: skip
 
 
@@ -187,7 +177,7 @@ def test_every_operation_after_the_close_says_so(comm, transport):
     remote = buffer.exchange({(comm.rank + 1) % comm.size: (), (comm.rank - 1) % comm.size: ()})[
         (comm.rank + 1) % comm.size
     ]
-    array, queue = remote.view(np.uint8, (8,)), machine.segments.queue()
+    queue = machine.segments.queue()
     remote.put(b"12345678", queue=queue)
     machine.close()
     machine.close()
@@ -200,8 +190,6 @@ def test_every_operation_after_the_close_says_so(comm, transport):
         lambda: remote.fetch_add(0, 1),
         lambda: remote.compare_swap(0, 1, 1),
         remote.flush,
-        lambda: array.__setitem__(0, 1),
-        lambda: array[0],
         queue.wait,
         queue.test,
         lambda: buffer.notification(0),

@@ -200,7 +200,9 @@ def test_a_machine_closes_with_operations_in_flight_and_queues_forgotten(comm, t
         for remote in remotes.values():
             remote.put(np.ones(1 << 20, np.uint8), queue=queue)
             remote.get(np.empty(1 << 20, np.uint8), 1 << 20, machine.segments.queue("forgotten"))
-            remote.view(np.uint8, (1 << 10, 1 << 10), 2 << 20)[::2] = 1
+            remote.put_list(
+                [(np.ones(1 << 10, np.uint8), (2 << 20) + at) for at in range(0, 1 << 20, 2 << 10)]
+            )
         remotes[(comm.rank + 1) % comm.size].notify(0)
         gc.collect()
         machine.close()

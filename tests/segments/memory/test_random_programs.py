@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from distdl_rma import ArgumentError, ClosedError, Machine, ShapeError
-from tests.segments.strategies import slices
 
 pytestmark = pytest.mark.mpi
 
@@ -189,38 +188,6 @@ class Programs(RuleBasedStateMachine):
             self.held[queue] += [(values, content(values)) for values, _ in free]
 
     @rule(
-        writer=RANK,
-        reader=RANK,
-        key=slices(),
-        dtype=st.sampled_from(["u1", ">i4", "f4", "c16"]),
-        offset=st.integers(0, 9),
-        queue=QUEUE,
-    )
-    @mine
-    def slice(self, writer, reader, key, dtype, offset, queue):
-        writer, reader, (shape, key) = writer % self.size, reader % self.size, key
-        at, nbytes = writer * STRIPE + offset, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.may_write(writer, reader, at, nbytes)
-        self.flush(writer, reader)
-        remote = self.acting(writer, reader)
-        model = self.there[reader, at : at + nbytes].copy().view(dtype).reshape(shape)
-        # With an ellipsis also a single element is a view: as a number it would lose its byte order.
-        key = key if ... in key else (*key, ...)
-        data = np.array(np.arange(model[key].size).reshape(model[key].shape) % 100 + self.step % 100, dtype)
-        was, model[key] = model.copy(), data
-        self.wrote(reader, at, content(model))
-        self.count(writer, puts=1, bytes_put=data.nbytes, gets=2, bytes_got=nbytes + data.nbytes)
-        if remote:
-            array = remote.view(dtype, shape, at)
-            assert array[...].tobytes() == was.tobytes()
-            array.put(key, data, self.queues[queue])
-            if data.ndim:
-                data[...] = 77
-            remote.flush()
-            assert array[key].tobytes() == model[key].tobytes() and array[key].shape == model[key].shape
-            self.expected.update(gets=1, bytes_got=data.nbytes)
-
-    @rule(
         reader=RANK,
         owner=RANK,
         draws=st.lists(DRAW, max_size=4),
@@ -375,7 +342,7 @@ class Programs(RuleBasedStateMachine):
     @rule(
         writer=RANK,
         reader=RANK,
-        wrong=st.sampled_from(("offset", "index", "value", "list", "queue", "word", "key")),
+        wrong=st.sampled_from(("offset", "index", "value", "list", "queue", "word")),
     )
     @mine
     def refused(self, writer, reader, wrong):
@@ -389,7 +356,6 @@ class Programs(RuleBasedStateMachine):
                 "list": lambda: remote.put_list_notify([(b"1", 0), (b"1", end)], 0),
                 "queue": lambda: remote.put(b"1", 0, "a"),
                 "word": lambda: remote.fetch_add(4, 1),
-                "key": lambda: remote.view("u1", (3, 4)).put(3, 1),
             }
             with pytest.raises((ArgumentError, ShapeError)):
                 calls[wrong]()

@@ -41,7 +41,7 @@ def test_blocks_do_not_overlap_and_begin_on_pages(arena):
         assert arena.offset(block.ctypes.data) % PAGE == 0
         block[:] = value
     assert all((block == value).all() for value, block in enumerate(blocks))
-    assert arena.used == 5 * PAGE
+    assert arena._heap.used == 5 * PAGE
 
 
 def test_pages_of_a_dropped_block_are_given_back(arena):
@@ -50,7 +50,7 @@ def test_pages_of_a_dropped_block_are_given_back(arena):
     there = attach(arena.place)
     begin = arena.offset(block.ctypes.data)
     arena.drop(block)
-    assert arena.used == 0 and not there[begin : begin + 2 * PAGE].any()
+    assert arena._heap.used == 0 and not there[begin : begin + 2 * PAGE].any()
     assert arena.offset(arena.take(PAGE).ctypes.data) == begin
 
 
@@ -77,7 +77,7 @@ def test_a_child_of_the_process_gives_nothing_back(arena):
         arena.drop(block)
         os._exit(0)
     os.waitpid(child, 0)
-    assert (block == 5).all() and arena.used == PAGE
+    assert (block == 5).all() and arena._heap.used == PAGE
 
 
 def test_memory_outlives_the_arena(arena):

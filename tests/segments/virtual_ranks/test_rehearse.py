@@ -239,6 +239,19 @@ def test_ranks_have_the_modes_of_the_caller_and_change_their_own(name):
     assert (wanted == plain) == (name == "none")
 
 
+def test_ranks_compute_on_the_current_stream_of_the_caller_and_so_on_its_device(monkeypatch):
+    mine = []
+    for name, does in (
+        ("is_initialized", lambda: True),
+        ("current_stream", lambda: "stream 3 of cuda:1"),
+        ("set_stream", lambda stream: mine.append((stream, threading.get_ident()))),
+    ):
+        monkeypatch.setattr(torch.cuda, name, does)
+    rehearse(2, lambda comm: None)
+    assert {stream for stream, _ in mine} == {"stream 3 of cuda:1"}
+    assert len({thread for _, thread in mine} - {threading.get_ident()}) == len(mine) == 2
+
+
 def test_modes_of_functions_and_of_dispatch_see_the_ranks():
     with Watches() as functions, Dispatches() as operators:
         rehearse(3, lambda comm: torch.ones(2).cosh())

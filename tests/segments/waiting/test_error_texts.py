@@ -108,7 +108,7 @@ def test_only_a_rank_whose_own_transfers_are_under_way_is_called_busy():
     own, near = {1: 0, 2: 7}, {3}
     segment = SimpleNamespace(link=lambda rank: SimpleNamespace(moving=own[rank]), moving=0)
     headers = SimpleNamespace(read=lambda *_: None, is_near=lambda rank: rank in near, segment=segment)
-    messages, reason = TimeoutMessages(0, headers, None), WaitReason((1, 2, 3), "to come")
+    messages, reason = TimeoutMessages(0, headers), WaitReason((1, 2, 3), "to come")
     assert messages.chain(reason, 0.5) == [
         "rank 1 is silent: no answer within 0.5 s",
         "rank 2 is busy: no answer within 0.5 s, behind 7 bytes that are under way",

@@ -134,7 +134,7 @@ def test_who_never_answered_is_silent(segments):
 @pytest.mark.mpi
 def test_who_says_the_same_for_a_while_is_unchanged_only_while_it_waits(segments):
     headers, me = PeerHeaders(segments.segment), segments.rank
-    waits = HeaderRecord(RankState.WAITING, os.getpid(), 0, 1.0, 1.0, -1, (), "", "", 0, 0.0, 0)
+    waits = HeaderRecord(RankState.WAITING, os.getpid(), 0, 1.0, 1.0, -1, (), "", "", 0, 0.0)
     assert headers.unchanged(me, waits) == 0
     time.sleep(0.01)
     assert headers.unchanged(me, waits) >= 0.01
@@ -158,7 +158,7 @@ def test_a_reason_names_the_ranks_and_what_they_are_to_do(ranks, whom):
 
 
 def test_a_rank_that_waits_for_ranks_that_it_does_not_know_says_so():
-    waits = HeaderRecord(RankState.WAITING, 1, 0, 1.0, 1.0, -1, (), "to set notification 0", "", 0, 0.0, 0)
+    waits = HeaderRecord(RankState.WAITING, 1, 0, 1.0, 1.0, -1, (), "to set notification 0", "", 0, 0.0)
     assert waits.doing.endswith("s for the other ranks to set notification 0")
 
 

@@ -61,7 +61,7 @@ from distdl_rma.layers.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.layers.ops.core.order import in_order, outputs_of
 from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
-from distdl_rma.layers.ops.core.tensors import as_tensor, no_autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, as_tensor, no_autocast
 from distdl_rma.layers.ops.window_gather import WindowGather
 from distdl_rma.layers.staging import to_host
 
@@ -371,7 +371,7 @@ def convolve(
     if not (overlaps and isinstance(x, Tensor)):
         operation, needs = agreement.settle()
         return operation(needs, x, **weights), needs
-    if torch.is_autocast_enabled("cpu"):
+    if AUTOCASTS():
         with no_autocast():
             return convolve(agreement, overlaps, x, weights, fill)
     weight, agreed = weights["weight"], list[Any]()

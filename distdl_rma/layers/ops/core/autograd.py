@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from distdl_rma.errors import DistdlError, ExchangeTimeout, PeerFailedError, SegmentError, UnsupportedError
 from distdl_rma.layers.checks.gradient_origin import RUNNING, backward_id
+from distdl_rma.layers.staging import explain_memory
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.virtual_ranks.turns import of_each_rank
 from distdl_rma.segments.waiting.error_texts import OF_SEVERAL_RANKS
@@ -122,6 +123,8 @@ class OperatorFunction(torch.autograd.Function):
 
     # Whether its forward and its backward are a step each of a recording; else their kernels are.
     is_step = True
+    # Whether the backward returns the gradients that it gets.
+    hands_on = False
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -135,12 +138,17 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant."""
+    """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant.
+
+    Except that of a function which hands its gradients on (``hands_on``), if these are constants.
+    """
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # Grad mode is on in a backward only under create_graph.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not (
+            ctx._forward_cls.hands_on and not any(each.requires_grad for each in gradients)
+        ):
             raise UnsupportedError(
                 "distributed layers have no second derivatives: create_graph=True is refused; for a penalty"
                 " on the slope along v take the difference of outputs (f(x + h * v) - f(x - h * v)) / (2 * h)"
@@ -151,6 +159,7 @@ def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., 
         try:
             return backward(ctx, *gradients) if compiles() is None else run_eager(backward, ctx, *gradients)
         except Exception as error:
+            explain_memory(error, type(ctx).__name__, gradients)
             # Operations that wait for peers, or that peers wait for, set ctx.machine.
             _report(getattr(ctx, "machine", None), error, of_all=True)
             raise
@@ -199,7 +208,8 @@ def misfit(
 def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> None:
     # All ranks raise a refusal: peers need no message, and the machine stays usable. Any other error in a
     # forward is a failure: the peers must not wait. In a backward (of_all) all ranks may raise the same error
-    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting.
+    # of torch. This rank then reports that it raised, so that a rank without the error stops waiting. Memory
+    # is lacking on this rank alone.
     if machine is None:
         return
     machine.labels.make_readable(error)
@@ -207,7 +217,7 @@ def _report(machine: Machine | None, error: Exception, of_all: bool = False) -> 
     refused = isinstance(error, DistdlError) and not isinstance(error, failures)
     if refused or machine.closed:
         return
-    if not of_all:
+    if not of_all or isinstance(error, torch.OutOfMemoryError):
         machine.fail(error)
     elif isinstance(error, OF_SEVERAL_RANKS):
         machine.fail(error) if machine.lasting else machine.settle(error)
@@ -359,11 +369,12 @@ def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:
     """``y``, also in the graph of other tensors, for example weights: they get a gradient of zeros.
 
-    A parameter without a gradient would never be counted as ready by those who sum it over the ranks.
+    A parameter without a gradient would never be counted as ready by those who sum it over the ranks. The
+    result is on the device of the others.
     """
     for other in others:
         if other is not None:
-            y = y + other.flatten()[:0].sum()
+            y = (y if other.is_cpu else y.to(other.device)) + other.flatten()[:0].sum()
     return y
 
 

@@ -23,7 +23,6 @@ summed in the order of the partition on every rank, so that ranks which get the 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -32,9 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.errors import ClosedError, ProtocolError
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.exchange import Exchange, Piece, by_peer
+from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.layers.dtypes import as_words, sum_dtype, word_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.layers.ops.core.order import channel_of
@@ -42,7 +40,7 @@ from distdl_rma.layers.ops.core.result_memory import landing, result
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.staging import from_host, to_host
 from distdl_rma.segments.channel import Channel
-from distdl_rma.segments.lanes import SLOTS, in_steps
+from distdl_rma.segments.lanes import SLOTS
 from distdl_rma.segments.large_arrays import copy
 from distdl_rma.segments.machine import Machine
 
@@ -97,7 +95,6 @@ class OneWay:
 
         pieces are disjoint          each piece is copied to its place
         several ranks own elements   pieces are summed, own ones at this rank's turn in the partition's order
-          each gives the whole       the first two are added into the result in one pass over the memory
         the result is the block      large blocks that are sent too are copied while they are in the cache
         a sender knows the result    it has put its pieces there already (``landed``)
 
@@ -125,11 +122,6 @@ class OneWay:
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
         first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
         self._zeroes = not exchange.complete and [piece.target for piece in first] != [need]
-        # Number of pieces per contribution if each contribution covers the whole result; else 0.
-        self._layers = 0
-        if self._wide == dtype and (whole := _same_of_all(channel)):
-            self._layers = len(whole)
-            self._mine = [(box.slices(need), box.slices(own)) for box in whole if exchange.local]
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start to move a local shard; return the shard in the movement's type, and the epoch."""
@@ -190,9 +182,6 @@ class OneWay:
             theirs = ((where, part) for where, (_, part) in zip(self._theirs, there, strict=True))
         local = ((target, x[source]) for target, source in self._mine)
         parts: _Parts = chain(islice(theirs, self._before), local, theirs)
-        if self._layers:
-            self._sum(parts, y)
-            return y
         fresh = True
         for where, part in parts:
             if part is None:
@@ -211,16 +200,6 @@ class OneWay:
         if fresh:
             y.zero_()
         return y if self._wide == self.dtype else y.to(self.dtype)
-
-    def _sum(self, parts: Iterator[Any], y: torch.Tensor) -> None:
-        # The first two contributions are added in one pass over the memory. Both stay in their slots until
-        # then: this rank acknowledges the slots of an epoch after it has received all parts.
-        first = list(islice(parts, self._layers))
-        for (where, one), (_, other) in zip(first, parts, strict=False):
-            torch.add(one, other, out=y if where is None else y[where])
-        for where, part in parts:
-            target = y if where is None else y[where]
-            target += part
 
     def _received(self, epoch: int) -> _Parts:
         received = zip(self._theirs, self.channel.landed, self.channel.receive(epoch), strict=True)
@@ -307,20 +286,6 @@ class Movement:
         """Local result, outside of autograd; blocking."""
         return self.forwards.arrive(*self.forwards.depart(x))
 
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Results of one local tensor after another, outside of autograd; blocking.
-
-        The next one travels while the result of one is used. Two epochs are under way at most, as many as a
-        channel has slots.
-        """
-        forwards, under_way = self.forwards, deque[tuple[torch.Tensor, int]]()
-        for part in parts:
-            under_way.append(forwards.depart(part))
-            if len(under_way) == 2:
-                yield forwards.arrive(*under_way.popleft())
-        while under_way:
-            yield forwards.arrive(*under_way.popleft())
-
     def connect(self) -> None:
         """Exchange addresses with the neighbours for both directions, once; blocking."""
         self.forward.connect()
@@ -360,19 +325,6 @@ def movements_through(
         Movement(machine, Exchange(machine.rank, *ends), dtype, f"{name} (stage {at})" if at else name)
         for at, ends in enumerate(stages)
     ]
-
-
-def _same_of_all(channel: Channel) -> list[Box]:
-    # Boxes of the pieces of one contribution, if every rank that contributes, this one included, contributes
-    # to the whole result and in the same pieces; else none.
-    exchange, itemsize = channel.exchange, channel.dtype.itemsize
-    # Images of one rank's data may overlap.
-    if exchange.disjoint or exchange.images or any(p.target != p.box for p in exchange.local):
-        return []
-    pieces = (*channel.receives, *in_steps(exchange.local, itemsize))
-    first, *others = ([piece.box for piece in theirs] for _, theirs in by_peer(pieces))
-    whole = sum(box.volume for box in first) == exchange.need.volume
-    return first if whole and all(boxes == first for boxes in others) else []
 
 
 def _sent_and_kept(channel: Channel) -> list[Piece]:

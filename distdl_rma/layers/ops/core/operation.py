@@ -24,7 +24,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, idle
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import Moves
-from distdl_rma.layers.ops.core.tensors import no_autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 
 
 class Operation:
@@ -122,7 +122,7 @@ class GatherComputeScatter(Operation):
         y = x if self.reads else x.flatten()[:0]
         if self.gather is not None:
             y = self.gather(y, needs.input)
-        if self.works and not torch.is_autocast_enabled("cpu"):
+        if self.works and not AUTOCASTS():
             y = self.carry_out(needs, y, weights)
         elif self.works:
             with no_autocast():

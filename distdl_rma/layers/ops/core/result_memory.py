@@ -68,7 +68,7 @@ class ResultPool:
     are the bytes of the idle ones, at most ``limit``. Tensors die on any thread, also while this one holds
     the lock: such a block goes to the queue of returned ones, and whoever holds the lock sorts it in. Above
     ``limit`` idle bytes, blocks of the longest idle size are dropped. ``take`` and ``drop`` allocate and free
-    blocks, of ``smallest`` bytes or more.
+    blocks, of ``smallest`` bytes or more; they are called with the lock held, and so one at a time.
     """
 
     def __init__(
@@ -109,17 +109,20 @@ class ResultPool:
         with self._lock:
             idle, self.idle_nbytes = list(self._idle.values()), 0
             self._idle.clear()
-        for block in chain.from_iterable(idle):
-            self._drop(block)
+            for block in chain.from_iterable(idle):
+                self._drop(block)
 
     def _take(self, nbytes: int) -> _Block:
         with self._lock:
             blocks = self._idle.get(nbytes)
-            block = blocks.pop() if blocks else None
-            self.idle_nbytes -= 0 if block is None else nbytes
+            if blocks:
+                block = blocks.pop()
+                self.idle_nbytes -= nbytes
+            else:
+                block = self._make(nbytes)
         if self._returned:
             self._sort()
-        return self._make(nbytes) if block is None else block
+        return block
 
     def _ended(self, loan: Any) -> None:
         del self._lent[id(loan.block)]

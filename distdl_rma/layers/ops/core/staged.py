@@ -14,7 +14,7 @@ the backward runs them in reverse, and so sums within each node before anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,10 +131,6 @@ class StagedMovement:
         """Local result, outside of autograd; blocking."""
         with torch.no_grad():
             return self(x)
-
-    def stream(self, parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Local results of one tensor after another, in order, outside of autograd; blocking."""
-        return map(self.move, parts)
 
     @property
     def moves(self) -> bool:

@@ -6,6 +6,7 @@ has no bfloat16: its 16 bits travel as an unsigned integer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,14 +19,14 @@ from distdl_rma.layers.dtypes import DTYPES, MOVING, as_numbers
 MAX_DIMS = 8
 
 
-def problem_with(x: object, what: str = "input", on_device: bool = False) -> str:
-    """Reason why a value cannot be a shard that moves; empty if it can. ``on_device``: of a split tensor."""
+def problem_with(x: object, what: str = "input") -> str:
+    """Reason why a value cannot be a shard that moves; empty if it can."""
     if not isinstance(x, torch.Tensor):
         return f"{what} is of type {type(x).__name__}, wanted a tensor"
     if x.layout is not torch.strided or x.is_nested:
         return f"{what} has layout {'nested' if x.is_nested else x.layout}, wanted a dense tensor"
-    if x.is_meta or not (x.is_cpu or on_device):
-        return f"{what} is on device {x.device}, wanted a tensor on the CPU"
+    if x.is_meta:
+        return f"{what} is on device {x.device}, wanted a tensor with memory"
     if x.dtype not in DTYPES:
         return f"{what} has the unsupported dtype {x.dtype}, wanted one of {list(DTYPES)}"
     return f"{what} has {x.dim()} dimensions, wanted at most {MAX_DIMS}" if x.dim() > MAX_DIMS else ""
@@ -44,26 +45,22 @@ def as_tensor(array: NDArray[Any], dtype: torch.dtype | None = None) -> torch.Te
     return tensor if dtype is None or dtype == tensor.dtype else tensor.view(dtype)
 
 
-def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Cast as torch's autocast, if it is on, does for operations that gain from a shorter type."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    dtype = torch.get_autocast_dtype("cpu")
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-    # All ranks refuse values that are no tensors, later.
-    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in castable else t for t in tensors)
-
-
+# Whether torch's autocast is on for any type of device.
+AUTOCASTS: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _NOTHING = nullcontext()
 
 
 def no_autocast() -> AbstractContextManager[object]:
-    """Context without torch's autocast; where that is off, it costs nothing, unlike torch's own context."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _NOTHING
+    """Context without torch's autocast of any device; where that is off, it costs nothing."""
+    found: AbstractContextManager[object] = torch._C._DisableAutocast() if AUTOCASTS() else _NOTHING
+    return found
 
 
 def zero_volume_tensor(
-    b: int | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    b: int | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """Tensor without elements for ranks outside of a partition: (b, 0) with batch size ``b``, else (0,).
 
@@ -72,4 +69,5 @@ def zero_volume_tensor(
     >>> zero_volume_tensor().shape, zero_volume_tensor(2).shape
     (torch.Size([0]), torch.Size([2, 0]))
     """
-    return torch.empty((0,) if b is None else (b, 0), dtype=dtype, requires_grad=requires_grad)
+    shape = (0,) if b is None else (b, 0)
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device=device)

@@ -55,6 +55,7 @@ from distdl_rma.layers.ops.norm.statistics import (
     as_type,
     without_fp_errors,
 )
+from distdl_rma.layers.staging import down, up
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 # Writes the gradient of a parameter, by name, to its place, and returns it there.
@@ -111,7 +112,7 @@ class NormPlan:
         # numpy does not know all types.
         if values.dtype not in FLOATS:
             values = values.to(torch.float64)
-        return (values if values.is_cpu else values.cpu()).numpy().reshape(self.column)
+        return (values if values.is_cpu else down(values)).numpy().reshape(self.column)
 
 
 class LocalNorm(OperatorFunction):
@@ -556,7 +557,7 @@ class RunningStatistics:
 def _mix(running: Tensor, new: Array, momentum: float) -> None:
     # As torch's lerp, in float64.
     if not running.is_cpu:
-        running.copy_(running.double().lerp(torch.from_numpy(new).to(running.device), momentum))
+        running.copy_(running.double().lerp(up(torch.from_numpy(new), running.device), momentum))
         return
     old = running.numpy() if running.dtype in FLOATS else as_array(running.to(torch.float64))
     delta = new - old

@@ -40,6 +40,7 @@ from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.order import Vectors, in_order, vectors_of
 from distdl_rma.layers.ops.core.result_memory import result_like
 from distdl_rma.layers.ops.norm.statistic_groups import PAIR, Array, StatisticGroups
+from distdl_rma.layers.staging import down, up
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
 P = ParamSpec("P")
@@ -125,7 +126,7 @@ class Rows:
         a, b = (x.to(sum_dtype(x.dtype)) for x in (a, b))
         double = torch.float64
         sums = [x.sum(self._dims, True, dtype=double) if self._dims else x.to(double) for x in (a, a * b)]
-        found: Array = torch.stack(sums).cpu().numpy()
+        found: Array = down(torch.stack(sums)).numpy()
         return found
 
 
@@ -150,8 +151,6 @@ def without_fp_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     A norm of infinite elements is NaN in torch, without a warning.
     """
-    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
-        return np.errstate(all="ignore")(function)
 
     @wraps(function)
     def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -186,7 +185,7 @@ Moments = tuple[Array, Array, Shifted | None]
 def as_type(values: Array, dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
     """A copy of values as a tensor of a type, rounded; on the device of ``like``, else on the CPU."""
     if like is not None and not like.is_cpu:
-        return as_type(values, dtype).to(like.device)
+        return up(as_type(values, dtype), like.device)
     # For few values, numpy takes a quarter of torch's time.
     if dtype in FLOATS:
         return torch.from_numpy(values.astype(NUMPY[dtype]))
@@ -299,7 +298,7 @@ class Statistics:
         x = x.to(sum_dtype(x.dtype))
         shift = as_type(mean, x.dtype).numpy()
         of_rows = torch.from_numpy(groups.spread(shift))
-        of_rows = of_rows if x.is_cpu else of_rows.to(x.device)
+        of_rows = of_rows if x.is_cpu else up(of_rows, x.device)
         y = torch.sub(x, of_rows, out=result_like(x))
         # The sum of the shifted elements corrects the rounding of the mean. The squares of constant elements
         # must not be negative by rounding.

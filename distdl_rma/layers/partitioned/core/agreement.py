@@ -37,73 +37,12 @@ from distdl_rma.errors import (
     ShapeError,
 )
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_trainable
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_devices, check_trainable
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome, attributed, refusal
-from distdl_rma.segments.consensus import Consensus, gather_words
-from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.consensus import Consensus
 from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
-
-_KEY = "static shapes"
-# Texts for timeouts: calls within static_shapes send no facts, but must agree in this mode.
-_MODES = ("records no gradients within static_shapes", "records gradients within static_shapes")
-
-
-def promise_on(machine: Machine, recording: bool = False) -> object | None:
-    """Return the promise that holds on a machine now; None if there is none. Compared by identity.
-
-    All ranks promise to pass to each layer the same facts as in its first call. A promise is an object of its
-    own, so that a layer sees whether its kept facts are of this context or of an earlier one.
-    Notes whether the call is ``recording`` gradients, so that a timeout can name ranks that differ.
-    """
-    found: object | None = machine.kept.get(_KEY)
-    if found is None:
-        return None
-    machine.segments.watch.messages.set_mode(_MODES, recording)
-    return found
-
-
-@contextmanager
-def static_shapes(place: Machine | Partition) -> Iterator[None]:
-    """Context in which every rank passes to a layer the same as in the layer's first call within.
-
-    Local shapes, types, and which tensors need a gradient must stay the same; calls with and without
-    recording of gradients each have a first call. Layers that take plain shards agree in their first call
-    only. Later a rank waits only for ranks whose data it needs. Distributed models do not need this: split
-    tensors know their shapes. Collective over the machine to enter, blocking; local to leave.
-
-    Some parameters of a layer may be frozen or released, on all ranks in the same call. An input that changes
-    raises ``ShapeError`` on its rank and ``PeerFailedError`` on the others, and the machine cannot be used
-    afterwards. All ranks must record gradients, or none; otherwise a rank waits until an ``ExchangeTimeout``,
-    which reports the difference.
-
-    Raises
-    ------
-    ProtocolError
-        If the machine is within such a context already.
-
-    Examples
-    --------
-    >>> from distdl_rma.layers import DistributedConv2d
-    >>> P_world = MPIPartition(MPI.COMM_WORLD)
-    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    >>> conv = DistributedConv2d(P_x, 1, 1, kernel_size=3, padding=1)
-    >>> with static_shapes(P_world):
-    ...     for _ in range(3):
-    ...         y = conv(torch.rand(1, 1, 4, 8))  # this rank's rows
-    """
-    machine = Machine.of(place)
-    if promise_on(machine) is not None:
-        raise ProtocolError("static_shapes: the machine is within such a context already; leave it first")
-    gather_words(machine.segments, "", "static_shapes")
-    machine.kept[_KEY] = object()
-    try:
-        yield
-    finally:
-        machine.kept.pop(_KEY, None)
-        machine.segments.watch.messages.set_mode()
 
 
 class Plan(Protocol):
@@ -182,10 +121,7 @@ class ShapeAgreement(Generic[P]):
         # This rank's last facts, their row and their key: most calls repeat them.
         self._mine: tuple[InputFacts, bytes, object] | None = None
         self._proposal = UNKNOWN
-        # Within static_shapes: facts, row and id of the first call, by whether it recorded gradients.
-        self._promise: object | None = None
-        self._kept: dict[bool, tuple[InputFacts, bytes, int]] = {}
-        self._recording = self._promised = self._mismatched = False
+        self._mismatched = False
 
     def begin(self, mine: InputFacts) -> None:
         """Send this rank's id to the other ranks, and choose the guess; blocking in the first call only."""
@@ -201,8 +137,6 @@ class ShapeAgreement(Generic[P]):
         if self._mine is None or self._mine[0] != mine:
             self._mine = mine, mine.encode(), mine.key
         _, row, key = self._mine
-        if self._is_promised(mine, row):
-            return
         words = proposal, *_ = self._cache.compared(row)
         self._proposal = proposal
         if len(self._ranks) > 1:
@@ -211,36 +145,9 @@ class ShapeAgreement(Generic[P]):
             self._epoch = self._consensus.start(self._title, *words)
         self.guess = self.last if self._last_key == key else None
         if proposal and self._cache[proposal].plan is not self.last:
-            # If all ranks propose this other plan, none of them has started on the last one. Outside of
-            # static_shapes a guess is always the last plan: all ranks void that one if they agree on another.
+            # If all ranks propose this other plan, none of them has started on the last one. A
+            # guess is always the last plan: all ranks void that one if they agree on another.
             self.guess = None
-
-    def _is_promised(self, mine: InputFacts, row: bytes) -> bool:
-        # Whether a promise holds and this rank has kept facts; raises if its facts have changed. The promise
-        # takes the place of the comparison: this rank sends nothing, and waits for nobody to agree.
-        self._recording = torch.is_grad_enabled()
-        promise = promise_on(self._machine, self._recording)
-        if promise is not self._promise:
-            self._promise, self._kept = promise, {}
-        kept = self._kept.get(self._recording)
-        self._promised = kept is not None
-        if kept is None:
-            return False
-        facts, before, self._proposal = kept
-        if row != before:
-            if mine._replace(trainable=facts.trainable) == facts:
-                # Parameters were frozen or released: as in the first call, the ranks compare which.
-                self._promised = False
-                return False
-            error = ShapeError(
-                f"{self._name!r}: rank {self._machine.rank} passes {mine.described} and passed"
-                f" {facts.described} before, within static_shapes"
-            )
-            # The other ranks do not know of the error, and would wait for this one.
-            self._machine.fail(error)
-            raise error
-        self.guess = self._cache[self._proposal].plan
-        return True
 
     def _connect(self) -> Consensus:
         # At the first call rather than at construction: a layer that is built but never called, such as one
@@ -260,8 +167,8 @@ class ShapeAgreement(Generic[P]):
         """
         if self._mine is None:
             raise ProtocolError(f"{self._name!r}: settle without begin")
-        (mine, row, key), cache = self._mine, self._cache
-        alike = self._promised or self._ids_agree()
+        (_, row, key), cache = self._mine, self._cache
+        alike = self._ids_agree()
         number = self._proposal if alike else UNKNOWN
         if not number:
             with self._sending_errors():
@@ -270,8 +177,6 @@ class ShapeAgreement(Generic[P]):
         if number != cache.number:
             cache.switch_to(number, row)
             self.last, self._last_key = state.plan, key
-        if self._promise is not None:
-            self._kept[self._recording] = mine, row, number
         if self._outcome is not None:
             self._outcome.send()
         return state.plan, state.needs
@@ -330,9 +235,11 @@ class ShapeAgreement(Generic[P]):
         if any(fact.problem for fact in facts.values()):
             return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
         try:
-            check_trainable(facts)
-        except ProtocolError as error:
-            return ProtocolError(f"{self._name!r}: {error}")
+            with attributed(f"{self._name!r}", DistdlError):
+                check_devices(facts)
+                check_trainable(facts)
+        except DistdlError as error:
+            return error
         return None
 
     def _make_plan(self, facts: dict[int, InputFacts]) -> P:

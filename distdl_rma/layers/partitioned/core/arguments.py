@@ -14,6 +14,7 @@ its words. A reader of our own would have to follow every version of torch::
 from __future__ import annotations
 
 import inspect
+import re
 import reprlib
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -56,6 +57,12 @@ def torchs_class(layer: type) -> type[nn.Module]:
     A family may inherit from torch's base class, such as ``_ConvNd``; the twin's own class comes before it.
     """
     return next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
+
+
+def function_of(layer: type) -> str:
+    """Name of the function of torch that the twin calls: ``avg_pool3d`` for ``AvgPool3d``."""
+    between = r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return re.sub(between, "_", torchs_class(layer).__name__).lower()
 
 
 def spatial_dims(layer: type) -> int:
@@ -110,6 +117,9 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
     ``by_name``.
     """
     twin, named = torchs_class(layer), by_name(layer, *arguments, **given)
+    if "device" in signature_of(layer).parameters:
+        # Before the twin draws its parameters there.
+        check_device(layer.__name__, named.get("device"))
     try:
         like: Any = twin(**named)
         if sample:
@@ -163,7 +173,9 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
     """Raise ``UnsupportedError`` if a device is not the CPU; None is torch's default device."""
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type != "cpu":
-        raise UnsupportedError(f"{kind}: device {found} is not supported, only the CPU is")
+        raise UnsupportedError(
+            f"{kind}: device {found} is not supported: build the layer on the CPU, then move it by to()"
+        )
 
 
 def show_arguments_of(layer: type[nn.Module], named: Iterable[str]) -> None:

@@ -54,6 +54,7 @@ class InputFacts(NamedTuple):
     problem: str = ""
     given: int = 1  # number of inputs in the call, which may be invalid
     trainable: Trainable | None = None  # parameters whose gradients are exchanged with other ranks
+    device: str = ""  # of the inputs and weights; empty for the CPU
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,7 +96,12 @@ class InputFacts(NamedTuple):
         """
         given = len(xs)
         for at, x in enumerate(xs):
-            problem = problem or problem_with(x, f"input {at}" if given > 1 else "input")
+            what = f"input {at}" if given > 1 else "input"
+            problem = problem or problem_with(x, what)
+            like = xs[0] if weight is None else weight
+            if not problem and x.device != like.device:
+                whose = "input 0 is" if weight is None else "the layer's parameters are"
+                problem = f"{what} is on {x.device}, but {whose} on {like.device}"
         if problem:
             return cls((), GradientNeeds(False, False), problem=clipped(problem))
         if given < len(idle):
@@ -108,14 +114,15 @@ class InputFacts(NamedTuple):
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         dtype = None if weight is None else weight.dtype
-        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable)
+        device = "" if xs[0].is_cpu else str(xs[0].device)
+        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable, device=device)
 
     @property
     def key(self) -> tuple[object, ...]:
         """The facts that a plan depends on.
 
-        Needed gradients are not among them: a call of an evaluation uses the plan of training, whose memory
-        would else be reserved twice.
+        Needed gradients and devices are not among them: a call of an evaluation uses the plan of training,
+        whose memory would else be reserved twice.
         """
         return self.inputs, self.weights, self.call_arguments, self.given
 
@@ -123,13 +130,14 @@ class InputFacts(NamedTuple):
         """Row of bytes for the other ranks; equal for equal facts, so that ranks compare rows."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
-        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given, self.trainable
-        return json.dumps(words, separators=(",", ":")).encode()
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
+        return json.dumps((*words, self.trainable, self.device), separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
         """Facts from a row of bytes."""
-        inputs, (first, learns, others), weights, call_arguments, problem, given, trainable = json.loads(row)
+        inputs, (first, learns, others), weights, call_arguments, problem, given, *rest = json.loads(row)
+        trainable, device = rest
         return cls(
             tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
             GradientNeeds(first, learns, tuple(others)),
@@ -138,6 +146,7 @@ class InputFacts(NamedTuple):
             problem,
             given,
             None if trainable is None else (trainable[0], tuple(trainable[1])),
+            device,
         )
 
 
@@ -156,6 +165,20 @@ def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
         if dtype != expected:
             raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
     return expected
+
+
+def check_devices(facts: dict[int, InputFacts]) -> None:
+    """Raise ``ShapeError`` if ranks have other types of devices; each has a number of its own.
+
+    Tensors without elements count too: a rank that only receives gets its result where its input is.
+    """
+    (first, expected), *others = ((rank, fact.device or "cpu") for rank, fact in facts.items())
+    for rank, device in others:
+        if device.partition(":")[0] != expected.partition(":")[0]:
+            raise ShapeError(
+                f"rank {first} passes a tensor on {expected} but rank {rank} one on {device}: all ranks have"
+                " one type of device, also for tensors without elements, zero_volume_tensor(device=...)"
+            )
 
 
 def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
@@ -180,10 +203,10 @@ def check_trainable(facts: dict[int, InputFacts]) -> None:
     ranks keep for themselves are nobody else's.
     """
     found: dict[int, tuple[int, tuple[str, ...]]] = {}
-    for rank, (*_, trainable) in facts.items():
-        if trainable is None:
+    for rank, fact in facts.items():
+        if fact.trainable is None:
             continue
-        group, names = trainable
+        group, names = fact.trainable
         first, expected = found.setdefault(group, (rank, names))
         if names != expected:
             raise ProtocolError(

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from inspect import cleandoc
-from itertools import count
+from itertools import chain, count
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import torch
@@ -47,6 +47,7 @@ from distdl_rma.layers.partitioned.core.refusals import CallOutcome
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
+from distdl_rma.layers.staging import backward_in_this_thread
 from distdl_rma.segments.machine import Machine
 
 _COPY = " (copy "
@@ -111,10 +112,11 @@ class DistributedLayer(CallbackModule):
         If an argument is invalid; at construction also where torch raises in the first call. If an argument
         that operations are derived from, such as a stride, is changed later.
     UnsupportedError
-        If the device is not the CPU, or the type cannot be sent between ranks.
+        If the argument ``device`` is not the CPU, or the type cannot be sent between ranks.
     ShapeError
         In a call, on all its ranks: if shards form no grid, differ in type, or do not fit the layer; if a
-        rank outside of ``P_x`` passes elements; if an input is not a dense tensor on the CPU.
+        rank outside of ``P_x`` passes elements; if an input is not a dense tensor on the device of the
+        layer's parameters, or on a device of another type than those of other ranks.
     MismatchError
         In the first call, if the ranks built the layer with different arguments.
     """
@@ -376,7 +378,8 @@ class DistributedLayer(CallbackModule):
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
         extents = self.expected_blocks(P_x, shape).own_box.shape if P_x.active else (0,)
         # A layer may check the values of its input, such as indices: zero is valid everywhere.
-        return torch.zeros(1, dtype=kind).expand(extents)
+        like = next(chain(self.parameters(), self.buffers()), torch.empty(0))
+        return torch.zeros(1, dtype=kind, device=like.device).expand(extents)
 
     def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
         """Decomposition to expect of an input of which only the global shape is known."""
@@ -437,7 +440,10 @@ class DistributedLayer(CallbackModule):
         if problem:
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
         # A backward may start here, as on the other ranks; it does nothing.
-        return anchored(idle(x, others))
+        y = anchored(idle(x, others))
+        if not y.is_cpu:
+            backward_in_this_thread()
+        return y
 
     @property
     def layouts(self) -> dict[str, Decomposition]:

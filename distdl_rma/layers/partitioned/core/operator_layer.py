@@ -23,11 +23,14 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
 from distdl_rma.layers.ops.core.operation import Agreement, Operation
-from distdl_rma.layers.ops.core.tensors import autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
+from distdl_rma.layers.partitioned.core.arguments import function_of
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+from distdl_rma.layers.split.calls.autocast import castable, dtype_for
+from distdl_rma.layers.staging import backward_in_this_thread
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
@@ -43,9 +46,6 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     count calls, and one that left out a call would meet the others in the next one, with old data.
     """
 
-    # Autocast is torch's way to choose the type of a function. Operations are not functions of torch, so
-    # layers whose kind torch casts say so.
-    _casts = False  # whether torch's autocast computes this kind of layer in a shorter type
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
     # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
     input_problem: Callable[..., str] | None = None
@@ -129,13 +129,18 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         for each in weights:
             if weight is not None and each.dtype is not weight.dtype and not problem:
                 problem = f"the parameters are of different types, {weight.dtype} and {each.dtype}"
+            if weight is not None and each.device != weight.device and not problem:
+                problem = f"the parameters are on different devices, {weight.device} and {each.device}"
             if weight is None or (each.requires_grad and not weight.requires_grad):
                 weight = each
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
         words = self._call_arguments if call_arguments is None else call_arguments
         trainable = None if self.placed is None else self.placed.trainable
-        plans.begin(InputFacts.about(xs, weight, words, self._idle, problem, trainable))
+        facts = InputFacts.about(xs, weight, words, self._idle, problem, trainable)
+        if facts.device:
+            backward_in_this_thread()
+        plans.begin(facts)
         return plans
 
     def run(
@@ -175,11 +180,22 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         weights = {} if self.placed is None else self.placed.use()
         if self.agreement is None:
             return self.idle_output(xs[0], (*xs[1:], *weights.values()))
-        if self._casts:
+        if AUTOCASTS():
             # Before the facts, so that the ranks compare the types that travel.
-            first = len(xs)
-            cast = autocast(*xs, *weights.values())
-            xs, weights = cast[:first], dict(zip(weights, cast[first:], strict=True))  # type: ignore[assignment,arg-type]
+            xs, weights = self._converted(xs, weights)
         agreement = self.enter(self.agreement, xs, weights.values(), call_arguments, problem)
         y, needs = self.run(agreement, xs, weights)
         return self.leave(y, xs[0], needs)
+
+    def _converted(
+        self, xs: tuple[torch.Tensor, ...], weights: dict[str, torch.Tensor]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        # Operations are not functions of torch: converted as autocast does for that of torch's layer. All
+        # ranks refuse values that are no tensors, or have no memory, later.
+        given: list[Any] = [*xs, *weights.values()]
+        some = [x for x in given if isinstance(x, torch.Tensor) and not x.is_meta and castable(x)]
+        dtype = dtype_for(function_of(type(self)), some, some[0].device.type) if some else None
+        if dtype is None:
+            return xs, weights
+        cast = [x.to(dtype) if any(x is each for each in some) else x for x in given]
+        return tuple(cast[: len(xs)]), dict(zip(weights, cast[len(xs) :], strict=True))

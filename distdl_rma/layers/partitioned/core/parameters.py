@@ -166,9 +166,13 @@ class Parameters:
             total = Allreduce(machine.segments, ranks, count, element, name=title)
             self._sums[ranks, count, dtype] = total
         flat = as_tensor(total.active, dtype)
-        torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
+        parts, device = [gradient.reshape(-1) for gradient in gradients], gradients[0].device
+        if device.type == "cpu":
+            torch.cat(parts, out=flat)
+        else:
+            flat.copy_(torch.cat(parts))
         total.start()
-        parts = torch.split(as_tensor(total.wait(), dtype), [gradient.numel() for gradient in gradients])
+        parts = as_tensor(total.wait(), dtype).to(device).split([part.numel() for part in parts])
         return [p.clone().view(g.shape) for p, g in zip(parts, gradients, strict=True)]
 
     def _kept(self) -> dict[str, torch.Tensor]:

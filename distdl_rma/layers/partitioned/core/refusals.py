@@ -73,23 +73,6 @@ def refusal(name: str, problems: Mapping[int, str]) -> ShapeError:
     return ShapeError(f"{name!r}: rank {rank}: {problem}{others}")
 
 
-def gather_refusal(machine: Machine, ranks: Sequence[int], name: str, problem: str, facts: str) -> ShapeError:
-    """Error to raise on all ranks, equal on all of them; collective over ``ranks``, blocking.
-
-    ``problem`` is the error text of this rank, or empty. ``facts`` are its inputs, equal on valid ranks.
-    Called where a cheap comparison of all ranks has failed: only then do texts travel.
-    """
-    mine = [clipped(problem), "" if problem else clipped(facts)]
-    gathered = gather_words(machine.segments, mine, f"{name} (complaints)", ranks)
-    if any(its for its, _ in gathered.values()):
-        return refusal(name, {rank: its for rank, (its, _) in gathered.items()})
-    first, (_, expected) = next(iter(gathered.items()))
-    for rank, (_, its) in gathered.items():
-        if its != expected:
-            return ShapeError(f"{name!r}: rank {first} passes {expected} but rank {rank} {its}")
-    return ShapeError(f"{name!r}: the ranks' inputs do not fit together; each passes {facts}")
-
-
 class CallOutcome:
     """Notification of ranks outside of a layer about each call: success, or the error.
 

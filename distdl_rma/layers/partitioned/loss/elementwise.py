@@ -1,8 +1,7 @@
 """Losses with a term per element, of two tensors of one shape. To add one, see :class:`DistributedLoss`.
 
 A class is a row: torch's class gives the arguments, their checks and the state, and ``_function`` is what
-torch's forward calls with these. It is named here because the forward of torch's class would reduce as the
-user asked, to a mean of this rank's shard, while a rank needs the sum of its terms.
+torch's forward calls with these, here on split tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from distdl_rma.layers.partitioned.loss.base import DistributedLoss
 class DistributedL1Loss(DistributedLoss, nn.L1Loss):
     """Mean absolute error: ``torch.nn.L1Loss`` of the global tensors.
 
-    Input and target have the same local shape and dtype; their shards need not form a grid. Every rank of P_x
+    Input and target have the same local shape, and their shards form a grid. Every rank of P_x
     receives the value of the sequential loss. The backward computes on each rank the gradient of its own
     elements, which is its part of the sequential gradient: do not scale it by the number of ranks. Ranks
     outside of P_x pass tensors without elements and receive 0.
@@ -32,8 +31,8 @@ class DistributedL1Loss(DistributedLoss, nn.L1Loss):
     Raises
     ------
     ShapeError
-        In a call, on every rank of P_x with the same text, if input and target differ in shape or dtype on
-        one of them, or do not have the dimensions of P_x, or two ranks differ in dtype.
+        In a call, on every rank of P_x with the same text, if input and target differ in shape on one of
+        them, or do not have the dimensions of P_x, or two ranks differ in dtype, or the shards form no grid.
     UnsupportedError
         If torch's old ``size_average`` or ``reduce`` is given.
 
@@ -69,12 +68,19 @@ class DistributedBCELoss(DistributedLoss, nn.BCELoss):
     Parameters
     ----------
     weight
-        As in torch, for the **global** tensors and in their dtype. It is right-aligned with them, and has
-        their extent or 1 in each dimension. Each rank uses its part. Where its extent is not 1 the shards
-        must be balanced; otherwise a call raises ``ShapeError`` on every rank of P_x.
+        As in torch, for the **global** tensors. It is right-aligned with them, and has their extent or 1 in
+        each dimension. Each rank uses its part.
     """
 
     _function = staticmethod(F.binary_cross_entropy)
+
+    def _value_problem(self, input: torch.Tensor, target: torch.Tensor) -> str:
+        for what, x in (("input", input), ("target", target)):
+            if x.numel() and x.is_floating_point():
+                low, high = x.detach().aminmax()
+                if not (low >= 0 and high <= 1):
+                    return f"all elements of {what} should be between 0 and 1"
+        return ""
 
 
 class DistributedBCEWithLogitsLoss(DistributedLoss, nn.BCEWithLogitsLoss):
@@ -92,9 +98,16 @@ class DistributedKLDivLoss(DistributedLoss, nn.KLDivLoss):
     Parameters
     ----------
     reduction
-        ``"batchmean"`` too: the sum over all elements, divided by the global extent of dimension 0. Ranks
-        that share a batch block must then have the same batch size; otherwise a call raises ``ShapeError``
-        on every rank of P_x.
+        ``"batchmean"`` too: the sum over all elements, divided by the global extent of dimension 0.
+        ``"mean"`` warns as torch does.
+
+    Examples
+    --------
+    >>> P_world = MPIPartition(MPI.COMM_WORLD)
+    >>> P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
+    >>> loss, x = DistributedKLDivLoss(P_x, "batchmean"), torch.zeros(2, 1, 4, 8)  # this rank's four rows
+    >>> loss(x, x.exp()).item()
+    0.0
     """
 
     _function = staticmethod(F.kl_div)
@@ -106,6 +119,8 @@ class DistributedPoissonNLLLoss(DistributedLoss, nn.PoissonNLLLoss):
 
     _function = staticmethod(F.poisson_nll_loss)
 
-    def forward(self, log_input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]
+        self, log_input: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
         """Global loss of the local shards; the first argument has torch's name."""
         return super().forward(log_input, target)

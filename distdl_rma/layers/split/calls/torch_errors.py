@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distdl_rma.layers.split.calls.signatures import mapped
+from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.table import rule
+from distdl_rma.layers.staging import down
 
 # Text and category of a warning of torch.
 Warned = tuple[str, type[Warning]]
@@ -63,7 +64,9 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return found
     warned: list[Warned] = []
     error = _error(func, args, kwargs, warned)
-    if error is not None:
+    # Stand-ins are on the CPU; kernels of devices compute in more dtypes.
+    on_device = any(not x.is_cpu for x in tensors_in(args, kwargs))
+    if error is not None and not (on_device and _OF_DTYPES in str(error)):
         if any(word in str(error) for word in ("size", "shape", "dimension")):
             error.add_note(BLOCK_HINT)
         raise error
@@ -90,7 +93,7 @@ def _kind(argument: Any) -> Any:
             known = _here(argument)
             ends = tuple(float(each) for each in known.aminmax())
             ends += (float(known.count_nonzero()),) if known.dtype in _MASKS else ()
-        return _shape(argument), argument.dtype, split, ends
+        return _shape(argument), argument.dtype, argument.is_cpu, split, ends
     if isinstance(argument, (list, tuple)):
         return type(argument), *map(_kind, argument)
     if isinstance(argument, dict):
@@ -121,9 +124,7 @@ def _error(func: Any, args: Any, kwargs: dict[str, Any], warned: list[Warned]) -
 
     def filled(value: int) -> Callable[[Any], torch.Tensor]:
         def of(x: Any) -> torch.Tensor:
-            return (
-                torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else _here(x).to("cpu", copy=True)
-            )
+            return torch.full(_shape(x), value, dtype=x.dtype) if _is_split(x) else down(_here(x)).clone()
 
         return of
 

@@ -12,8 +12,6 @@ with a transform of its columns:
 
 Each way is one exchange in which every element travels at most once. Results that no longer have the extent
 of the input, such as a ``topk``, stay where they are: they are small.
-
-A running sum needs no other cut: each rank adds the sums of the blocks before its own.
 """
 
 from __future__ import annotations
@@ -23,22 +21,19 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
-from distdl_rma.layers.split.functions.reductions import summed_dtype
 from distdl_rma.layers.split.operands import (
     as_whole,
     composition,
     of_any_cut,
     of_cut,
+    on_whole_tensors,
 )
-from distdl_rma.layers.split.redistribution import to_blocks
 from distdl_rma.layers.split.reduction_axes import (
-    Along,
     by_whole_dims,
     chosen_dims,
     laid_out,
@@ -47,33 +42,11 @@ from distdl_rma.layers.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed, refused
-
-
-@checked_rule("reduction", "cumsum")
-@of_cut()
-def running_sum(call: Call, site: Site, x: SplitTensor, dim: int, dtype: torch.dtype | None) -> Any:
-    """Each rank sums its block, and adds the sums of the blocks before it."""
-    along = Along.of(site, x, (dim,))
-    (d,), values = along.dims, along.local if dtype is None else along.local.to(dtype)
-    dtype = summed_dtype(along.local, dtype)
-    wide = sum_dtype(dtype)
-    y = values.cumsum(d, dtype=wide)
-    if along.cut:
-        along.local = values
-        sums = along.together(along.partial(lambda v: v.sum(d, True, dtype=wide)), "sums of ranks")
-        # Every rank uses only the sums of the blocks before it.
-        sums = to_blocks(along.site, sums, along.layout, along.cut, " of the sums")
-        split, start = along.layout.splits[d], along.layout.own_box.bounds[d][0]
-        ends = [split.interval(part) for part in range(split.parts)]
-        before = sum(stop <= start for low, stop in ends if stop > low)
-        y = y + sums.narrow(d, 0, before).sum(d, keepdim=True)
-    return SplitTensor(y.to(dtype), along.layout)
-
+from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed
 
 # Whether results have the extent of the input in the dimension.
 _ALONG = {
-    **dict.fromkeys("cumprod logcumsumexp cummax cummin argsort sort".split(), True),
+    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin argsort sort".split(), True),
     **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
 }
 
@@ -90,10 +63,8 @@ def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any
     if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
         # The overload with ``stable`` first.
         return composed(func, x, **{"stable": args[1], **kwargs})
-    if not isinstance(x, SplitTensor) or any_cut(others):
-        raise refused(func, "an argument beside the input is split")
-    if name == "diff" and others:
-        raise refused(func, "with what is to come before or behind the input")
+    if not isinstance(x, SplitTensor) or any_cut(others) or (name == "diff" and others):
+        return on_whole_tensors(*call)
     stays, ndim = _ALONG[name], x.dim()
     dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
     local, layout = with_whole(site, x, dims)

@@ -1,4 +1,4 @@
-"""Distances and losses of vectors, differences of neighbours: mostly composed of other functions.
+"""Distances of vectors, differences of neighbours: mostly composed of other functions.
 
 A composition is torch's definition of a function, written with functions that have rules. These know how to
 cut, move and sum, so that nothing here mentions a rank. The price is more calls, and more tensors in the
@@ -10,19 +10,17 @@ Where torch's own result depends on an order of rounding, the composition has to
 
 from __future__ import annotations
 
-from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call
+from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
-from distdl_rma.layers.split.functions.losses import finished
 from distdl_rma.layers.split.operands import composition, of_cut
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 
 
 @checked_rule("norm", F.cosine_similarity)
@@ -43,20 +41,6 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
 
 
-@checked_rule("norm", "renorm")
-@composition
-def renorm(x: Any, p: Any, dim: int, maxnorm: Any) -> Any:
-    """Norms, combined over the ranks if slices are cut, then factors."""
-    if x._layout.cut_dims == (dim % x.dim(),):
-        return SplitTensor(torch.renorm(checked_block(x), p, dim, maxnorm), x._layout)
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
-    is_long = torch.linalg.vector_norm(x.detach(), p, others, True, dtype=wide) > maxnorm
-    # As in torch, what is no longer than that is in no gradient: its norm may be NaN.
-    norm = torch.linalg.vector_norm(torch.where(is_long, x, 0), p, others, True, dtype=wide)
-    return x * torch.where(is_long, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
-
-
 @checked_rule("reduction", torch.Tensor.__contains__)
 @composition
 def contains(x: Any, element: Any) -> bool:
@@ -69,33 +53,6 @@ def contains(x: Any, element: Any) -> bool:
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
     """Norms of differences, combined over the ranks if the last dimension is cut."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
-@checked_rule("loss", F.cosine_embedding_loss)
-@composition
-def cosine_embedding_loss(input1: Any, input2: Any, target: Any, margin: float, **how: Any) -> Any:
-    """Similarities of the vectors, then as losses of single elements."""
-    d = target.dim()
-    squares = [(x * x).sum(d) + 1e-12 for x in (input1, input2)]
-    cosine = (input1 * input2).sum(d) / (squares[0] * squares[1]).sqrt()
-    y = torch.where(target == 1, 1 - cosine, 0) + torch.where(target == -1, (cosine - margin).clamp(min=0), 0)
-    return finished(y, **how)
-
-
-@checked_rule("loss", F.triplet_margin_loss, F.triplet_margin_with_distance_loss)
-@composition
-def triplet_margin_loss(
-    anchor: Any, positive: Any, negative: Any, margin: float, swap: bool, **how: Any
-) -> Any:
-    """Distances, then as losses of single elements."""
-    if not anchor.dim() == positive.dim() == negative.dim():
-        raise ShapeError("triplet_margin_loss: anchor, positive and negative must have as many dimensions")
-    norm = {name: how.pop(name) for name in ("p", "eps") if name in how}
-    distance: Any = how.pop("distance_function", None) or partial(F.pairwise_distance, **norm)
-    near, far = distance(anchor, positive), distance(anchor, negative)
-    if swap:
-        far = torch.minimum(far, distance(positive, negative))
-    return finished((margin + near - far).clamp(min=0), **how)
 
 
 @checked_rule("window", torch.gradient)
@@ -120,3 +77,32 @@ def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
     inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
     found: torch.Tensor = torch.cat([first, inner, last], dim) / h
     return found
+
+
+def _unguarded(function: Any) -> Any:
+    # Torch's own function, without the dispatch to overrides, which would recurse.
+    guards = "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"
+    hidden = {**function.__globals__, **dict.fromkeys(guards, lambda *_: False)}
+    copy = FunctionType(
+        function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Torch writes these in Python, with functions that have rules: its code is the rule.
+_BY_TORCH: dict[str, list[Any]] = {
+    "contraction": [F.multi_head_attention_forward],
+    "loss": [
+        *(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss),
+    ],
+    "norm": [F.local_response_norm],
+    "random": [F.gumbel_softmax],
+    "reduction": [F.softmin],
+    "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],
+}
+_COPIES = {function: _unguarded(function) for functions in _BY_TORCH.values() for function in functions}
+for _kind, _functions in _BY_TORCH.items():
+    rule(_kind, *_functions, doc="Composed, as in torch, of functions that have rules.")(
+        lambda func, args, kwargs: composed(_COPIES[func], *args, **kwargs)
+    )

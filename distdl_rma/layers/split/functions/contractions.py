@@ -27,7 +27,7 @@ import torch
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.tensors import no_autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 from distdl_rma.layers.split.calls.autocast import castable
 from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.layers.split.calls.site import Site
@@ -45,7 +45,7 @@ from distdl_rma.layers.split.operands import (
 )
 from distdl_rma.layers.split.redistribution import all_sum
 from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
-from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
 _T: Any = torch.Tensor
@@ -129,7 +129,7 @@ def product_of(
     ``wide`` is the dtype of products of short numbers that will be summed.
     """
     y: torch.Tensor
-    autocasts, filled = torch.is_autocast_enabled("cpu"), all(x.numel() for x in blocks)
+    autocasts, filled = AUTOCASTS(), all(x.numel() for x in blocks)
     if not autocasts and filled and (wide is None or all(x.dtype is wide for x in blocks)):
         y = compute(*blocks)
         return y
@@ -148,9 +148,9 @@ def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
     # autocast, products of one element have other dtypes. Torch sums integers in longer ones.
     kind = operands[0].dtype
     same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
-    if same and not torch.is_autocast_enabled("cpu"):
+    if same and not AUTOCASTS():
         return kind
-    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype) for x in operands]
+    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype, device=x.device) for x in operands]
     found: torch.dtype = compute(*few).dtype
     return found
 
@@ -226,10 +226,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 # The product in each function, labels of its factors, and labels of the result.
 _ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
-    "addmv": (torch.mv, "mk", "k", "m"),
     "addmm": (torch.mm, "mk", "kn", "mn"),
-    "addr": (torch.outer, "m", "n", "mn"),
-    "addbmm": (lambda a, b: torch.bmm(a, b).sum(0, dtype=a.dtype), "bmk", "bkn", "mn"),
     "baddbmm": (torch.bmm, "bmk", "bkn", "bmn"),
 }
 
@@ -243,9 +240,7 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
     site, work, blocks = prepared(func, [x, a, b], labels, out)
     if not work.summed:
-        # Torch's addmv of a scalar and a matrix without rows returns a scalar.
-        added = blocks[0].expand(work.result.own_box.shape)
-        return SplitTensor(func(added, *blocks[1:], **factors), work.result)
+        return SplitTensor(func(*blocks, **factors), work.result)
     y, dtype = _summed(site, product, [a, b], blocks[1:], work)
     if not (dtype.is_floating_point or dtype.is_complex):
         # Torch rounds these factors to integers.
@@ -296,39 +291,17 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-@checked_rule("contraction", torch.tensordot)
-def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank contracts its blocks. If a summed dimension is cut, ranks sum the results."""
-    a, (b, dims, _) = args[0], named(func, args, kwargs).values()
-    if isinstance(dims, torch.Tensor):
-        dims = dims.tolist()
-    if isinstance(dims, int):
-        ours, theirs = list(range(a.dim() - dims, a.dim())), list(range(dims))
-    else:
-        ours, theirs = ([each] if isinstance(each, int) else list(each) for each in dims)
-    ours, theirs = [d % a.dim() for d in ours], [d % b.dim() for d in theirs]
-    first = [("sum", ours.index(d)) if d in ours else ("a", d) for d in range(a.dim())]
-    second = [("sum", theirs.index(d)) if d in theirs else ("b", d) for d in range(b.dim())]
-    out = [name for name in (*first, *second) if name[0] != "sum"]
-    return contracted(func, lambda x, y: torch.tensordot(x, y, (ours, theirs)), [a, b], [first, second], out)
-
-
-_BESIDE = "a tensor stands beside the matrices"
-
-
 @rule(
     "contraction",
     *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
     *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
 )
-@of_cut(plain=_BESIDE)
+@of_cut()
 def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
     func, (_x, *rest), kwargs = call
-    if any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
-        raise refused(func, _BESIDE)
     count = len(x._layout.shape)
-    if count < 2:
+    if count < 2 or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
         return on_whole_tensors(*call)
     local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
 

@@ -33,6 +33,7 @@ from distdl_rma.layers.ops.conv.convolution import Convolution
 from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments
 from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, options_of, overlap_pays, reads_sides
 from distdl_rma.layers.ops.core.autograd import tracer
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
@@ -53,7 +54,7 @@ def _of_whole(func: Any) -> Any:
         weight, bias, stride, padding, dilation, groups = named(func, args, kwargs).values()
         x = args[0]
         alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
-        if not alike or isinstance(padding, str) or torch.is_autocast_enabled("cpu"):
+        if not alike or isinstance(padding, str) or AUTOCASTS():
             return func(*args, **kwargs)
         # Forward-mode derivatives need torch's own function.
         if tracer() or forward_ad._current_level >= 0:

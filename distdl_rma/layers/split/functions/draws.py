@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from math import log1p, pi, prod, sqrt
+from math import pi, prod, sqrt
 from threading import local
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.layers.staging import up
 
 Words = NDArray[np.uint64]
 Numbers = NDArray[Any]
@@ -90,7 +91,7 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
         # The same numbers on every device.
         here = torch.empty_like(out, device="cpu", requires_grad=False)
         fill(here, name, layout, seed, parameters)
-        out.copy_(here)
+        out.copy_(up(here, out.device))
         return True
     real, mean = out, 0.0
     if out.is_complex():
@@ -254,31 +255,11 @@ def _normal(dtype: torch.dtype, mean: float, std: float, words: Words) -> Number
     return _scaled(radius, std, mean)
 
 
-def _log_normal(dtype: torch.dtype, mean: float, std: float, words: Words) -> Numbers:
-    found = _normal(dtype, mean, std, words)
-    return np.exp(found, out=found)
-
-
 def _exponential(dtype: torch.dtype, rate: float, words: Words) -> Numbers:
     found = _log(words, 62, _wide(dtype))
     # Never zero, as torch's.
     np.minimum(found, -np.finfo(found.dtype).eps / 2, out=found)
     return _scaled(found, -1 / rate, 0)
-
-
-def _cauchy(dtype: torch.dtype, median: float, sigma: float, words: Words) -> Numbers:
-    words >>= _RIGHT[11]
-    angle = _real(words, 53, np.float64)
-    angle += 2.0**-54 - 0.5
-    angle *= pi
-    return _scaled(np.tan(angle, out=angle), sigma, median)
-
-
-def _geometric(dtype: torch.dtype, p: float, words: Words) -> Numbers:
-    # With probability 1, the first trial counts.
-    found = _log(words, 62, np.float64)
-    found *= 1 / log1p(-p) if p < 1 else 0.0
-    return np.maximum(np.ceil(found, out=found), 1, out=found)
 
 
 def _bernoulli(dtype: torch.dtype, p: float, words: Words) -> Numbers:
@@ -302,10 +283,7 @@ def _random(dtype: torch.dtype, low: int | None, high: int | None, words: Words)
 _DISTRIBUTIONS: dict[str, tuple[Callable[..., Numbers], frozenset[torch.dtype]]] = {
     "uniform_": (_uniform, _PARTS),
     "normal_": (_normal, _PARTS),
-    "log_normal_": (_log_normal, _FLOATS),
     "exponential_": (_exponential, _FLOATS),
-    "cauchy_": (_cauchy, _FLOATS),
-    "geometric_": (_geometric, _COUNTS),
     "bernoulli_": (_bernoulli, _COUNTS),
     "random_": (_random, _COUNTS),
 }

@@ -9,8 +9,9 @@
 
 Where a tensor of indices points is known only when the program runs. So the dimensions that it chooses from
 become whole: another dimension is cut instead (``with_whole``). Then each rank takes its part of the result,
-and all ranks raise the same error for an index out of range. If the indices themselves are split, the tensor
-is gathered and the result is cut like the indices: a lookup in a table.
+and all ranks raise the same error for an index out of range. Every rank gets all of the indices. Those of a
+first dimension alone stay split: the tensor is gathered, and the result is cut like the indices, as in a
+lookup in a table.
 
 A mask alone keeps its elements where they are: each rank selects from its block. The result is cut into
 intervals of other lengths, which the ranks exchange (``_exchanged_split``): the one layout in this package
@@ -51,6 +52,7 @@ from distdl_rma.layers.split.operands import (
     as_whole,
     block_of,
     composition,
+    everywhere_of,
     of_any_cut,
     of_cut,
     on_whole_tensors,
@@ -252,7 +254,8 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
         elif is_mask(each) and not each.dim():
             # Selects all of a new dimension, or nothing.
             news.append(at)
-            chosen[at] = torch.zeros(int(block_of(each))).long()
+            mask = block_of(each)
+            chosen[at] = mask.new_zeros(int(mask), dtype=torch.int64)
         elif isinstance(each, torch.Tensor):
             chosen[at] = each
         else:
@@ -281,22 +284,24 @@ def _chosen(func: Any, x: SplitTensor, chosen: dict[int, torch.Tensor]) -> Split
         covered = range(at, at + mask.dim())
         if (isinstance(mask, SplitTensor) and mask.is_split) or set(covered) & set(x._layout.cut_dims):
             return by_mask(func, x, mask, at)
-    if any_cut(*chosen.values()):
-        if masks:
-            raise refused(func, "a split mask stands beside other indices; torch.where keeps the shape")
-        if list(chosen) != [0]:
-            raise refused(func, "split indices choose from a first dimension alone")
+    if list(chosen) == [0] and any_cut(chosen[0]):
         return by_rows(func, x, chosen[0])
-    dims, index = from_whole(x, chosen)
-    local, layout = with_whole(site_for(func, x), x, dims)
+    site = site_for(func, x)
+    dims, index = from_whole(site, x, chosen)
+    local, layout = with_whole(site, x, dims)
     # The chosen dimensions are whole, so all ranks raise the same error for an index out of range.
     y = local[index]
     return SplitTensor(y, chosen_layout(layout, dims, y))
 
 
-def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[int], tuple[Any, ...]]:
-    """The dimensions that tensors of indices choose from, and the index for a block with these whole."""
-    whole = {at: block_of(each) for at, each in chosen.items()}
+def from_whole(
+    site: Site, x: SplitTensor, chosen: dict[int, torch.Tensor]
+) -> tuple[list[int], tuple[Any, ...]]:
+    """The dimensions that tensors of indices choose from, and the index for a block with these whole.
+
+    Blocking if indices are cut: every rank gets all of them.
+    """
+    whole = {at: _everywhere(site, each, at) for at, each in chosen.items()}
     dims = [d for at, each in whole.items() for d in range(at, at + (each.dim() if is_mask(each) else 1))]
     found: list[Any] = []
     for d in range(len(x._layout.shape)):
@@ -305,6 +310,10 @@ def from_whole(x: SplitTensor, chosen: dict[int, torch.Tensor]) -> tuple[list[in
         elif d not in dims:
             found.append(slice(None))
     return dims, tuple(found)
+
+
+def _everywhere(site: Site, index: Any, at: int) -> Any:
+    return everywhere_of(site, index, f"indices {at}") if isinstance(index, SplitTensor) else index
 
 
 def chosen_order(kept: Sequence[int], dims: Sequence[int], wide: int) -> list[int | None]:
@@ -335,11 +344,9 @@ def by_rows(func: Any, x: torch.Tensor, index: Any) -> SplitTensor:
 
 def _looked_up(func: Any, x: torch.Tensor, given: Sequence[Any]) -> Any:
     # Indexes a plain tensor by split indices.
-    if not any_cut(given):
-        return on_whole_tensors(func, (x, tuple(given)), {})
     first, *others = given
-    if any(each not in (Ellipsis, slice(None)) for each in others):
-        raise refused(func, "split indices choose from a first dimension alone")
+    if not any_cut(given) or any(each not in (Ellipsis, slice(None)) for each in others):
+        return on_whole_tensors(func, (x, tuple(given)), {})
     return by_mask(func, x, first) if is_mask(first) else by_rows(func, x, first)
 
 
@@ -353,24 +360,15 @@ def taken(x: Any, index: Any) -> Any:
 @checked_rule("movement", *"index_select index_add index_copy index_fill".split())
 @of_any_cut
 def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
-    """Elements by plain indices, in ``index_add`` also split ones; a cut dimension becomes whole."""
+    """Elements by indices, which every rank gets; a cut dimension becomes whole."""
     func, name = call[0], call[0].__name__
-    if any_cut(index):
-        if name == "index_select" and dim in (0, -x.dim()):
-            # A tensor without dimensions has one element, which all ranks get.
-            return by_rows(func, x, index) if x.dim() else on_whole_tensors(*call)
-        if name == "index_add" and x.dim():
-            source, alpha = (*others.values(), 1)[:2]
-            column = composed(torch.reshape, index, (-1, *(1,) * (x.dim() - positive(dim, x.dim()) - 1)))
-            column = composed(_T.expand_as, composed(_T.long, column), source)
-            source = source if alpha == 1 else composed(torch.mul, source, alpha)
-            return composed(torch.scatter_add, x, dim, column, source)
-        raise refused(func, "the indices are split; index.redistribute() gives all ranks all of them")
-    if not isinstance(x, SplitTensor):
+    if any_cut(index) and name == "index_select" and x.dim() and dim in (0, -x.dim()):
+        return by_rows(func, x, index)
+    if not (isinstance(x, SplitTensor) and x.dim()):
         return on_whole_tensors(*call)
     dim = positive(dim, len(x._layout.shape))
     local, layout = with_whole(site, x, [dim])
-    index = block_of(index)
+    index = _everywhere(site, index, 0)
     if name == "index_select":
         y = local.index_select(dim, index)
         return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
@@ -391,15 +389,13 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     """Elements of a dimension, which becomes whole; the other dimensions, and the indices, stay cut."""
     name = call[0].__name__
     index = given["indices" if name == "take_along_dim" else "index"]
-    if dim is None:
-        raise refused(call[0], "it takes from a flattened tensor; give dim")
-    dim = positive(dim, x.dim())
     source = next((given[key] for key in ("src", "value") if given.get(key) is not None), None)
     beside = isinstance(source, torch.Tensor) and source.dim()
     operands = [x, index, source] if beside else [x, index]
-    if any(each.dim() != x.dim() for each in operands):
+    if dim is None or any(each.dim() != x.dim() for each in operands):
         # Torch also takes a scalar beside vectors, and indices without elements.
         return on_whole_tensors(*call)
+    dim = positive(dim, x.dim())
     # Dimensions of equal extents are cut like the largest split operand.
     extents = [frozen(each) for each in operands]
     uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]

@@ -31,7 +31,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.checks.arguments import SCALAR_TYPES
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes, has_indices
+from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
@@ -43,7 +43,6 @@ from distdl_rma.layers.split.operands import (
     as_part,
     as_whole,
     common_layout,
-    composition,
     machine_of,
     of_any_cut,
     on_whole_tensors,
@@ -71,7 +70,11 @@ def _reduced(
     total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
     if reduction != "sum" and isinstance(count, torch.Tensor):
         # One allreduce for both.
-        total, count = all_sum(site, torch.stack([total, count.to(total.dtype)]), layout, cut).unbind()
+        summands = torch.stack([total, count.to(total.dtype)])
+        constant = total.requires_grad and not count.requires_grad
+        total, count = all_sum(site, summands, layout, cut).unbind()
+        # The gradient of a constant count would make that of the terms no constant: see ``_AllSum``.
+        count = count.detach() if constant else count
     else:
         total = all_sum(site, total, layout, cut)
     total = total if reduction == "sum" else total / count
@@ -190,7 +193,7 @@ def _broadcast_loss(
     terms = func(*operands, reduction="none", **others) * weight
     if reduction == "mean" and func is not F.huber_loss:
         return terms.sum() / weight.sum()
-    return finished(terms, reduction=reduction)
+    return terms if reduction == "none" else terms.sum() if reduction == "sum" else terms.mean()
 
 
 def _weight_not_handed_on() -> torch.Tensor | None:
@@ -200,30 +203,6 @@ def _weight_not_handed_on() -> torch.Tensor | None:
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get("weight")
-
-
-@checked_rule("loss", F.gaussian_nll_loss)
-@composition
-def gaussian_nll_loss(x: Any, target: Any, var: Any, full: bool, eps: float, reduction: str) -> Any:
-    """As losses of single elements; negative variances raise an error on all ranks."""
-    variance = torch.full_like(x, var) if not isinstance(var, torch.Tensor) else var
-    if variance.shape != x.shape and x.shape[:-1] == variance.shape:
-        variance = variance.unsqueeze(-1)
-    # As in torch: one dimension may have extent 1 in place of that of the input.
-    unlike = [n for n, extent in zip(variance.shape, x.shape, strict=False) if n != extent]
-    if variance.dim() != x.dim() or unlike not in ([], [1]):
-        raise ValueError("var is of incorrect size")
-    if bool((variance < 0).any()):
-        raise ValueError("var has negative entry/entries")
-    # Torch clamps a copy of the variance without recording that: below eps the gradient is as above. So adds
-    # what is missing, as a constant.
-    with torch.no_grad():
-        floor = (eps - variance).clamp(min=0)
-    variance = variance + floor
-    y = 0.5 * (torch.log(variance) + (x - target) ** 2 / variance)
-    if full:
-        y = y + 0.5 * math.log(2 * math.pi)
-    return finished(y, reduction=reduction)
 
 
 @checked_rule("loss", F.cross_entropy, F.nll_loss)
@@ -238,7 +217,8 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
     dim = 0 if len(shape := x.shape) == 1 else 1
     if not any_cut(x, target) or not shape[dim]:
         return on_whole_tensors(*call)
-    of_indices = has_indices(func, target)
+    # Without the call of ``has_indices``.
+    of_indices = func is F.nll_loss or not target.is_floating_point()
     if not (of_indices or isinstance(x, SplitTensor)):
         layout = common_layout(func, [x, target])
         x = SplitTensor(as_part(site, x, layout, layout), layout)
@@ -271,24 +251,6 @@ def class_loss(call: Call, site: Site, x: Any, target: Any, weight: Any, **given
             # Only the first of the ranks that share rows counts them; others add nothing.
             count = torch.zeros_like(count)
     return _reduced(site, y, layout, reduction, count, dtype)
-
-
-@checked_rule("loss", F.multilabel_soft_margin_loss)
-@composition
-def multilabel_soft_margin_loss(x: Any, target: Any, weight: Any, **how: Any) -> Any:
-    """Functions of single elements, a mean over the classes and a mean over the rows."""
-    y = -(target * F.logsigmoid(x) + (1 - target) * F.logsigmoid(-x))
-    return finished((y if weight is None else y * weight).mean(-1), **how)
-
-
-def finished(y: Any, **how: Any) -> Any:
-    """Terms of a loss, reduced as the user's arguments say.
-
-    For losses that are composed of other functions: terms are a split tensor, whose sum and mean have rules
-    of their own. A loss that is one function of torch sums its block there instead, and keeps no terms.
-    """
-    reduction = _reduction_of(how)
-    return y if reduction == "none" else y.sum() if reduction == "sum" else y.mean()
 
 
 def _reduction_of(given: dict[str, Any]) -> str:

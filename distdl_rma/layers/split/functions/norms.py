@@ -15,7 +15,6 @@ own checks run once, where the operation is made.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.layers.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.layers.split.reduction_axes import by_whole_dims, chosen_dims, put_back, with_whole
+from distdl_rma.layers.split.reduction_axes import chosen_dims, put_back, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -170,13 +169,6 @@ def over_last(
     else:
         y = F.rms_norm(local, shape, weight, eps)
     return SplitTensor(y, layout) if layout is x._layout else put_back(site, y, layout, x._layout)
-
-
-@checked_rule("norm", F.local_response_norm)
-@of_cut(empty=False)
-def local_response_norm(call: Call, site: Site, x: SplitTensor, **others: Any) -> Any:
-    """Uses neighbouring channels; if channels are cut, they become whole."""
-    return by_whole_dims(site, x, (1,), partial(call[0], **others))
 
 
 @checked_rule("norm", F.normalize)

@@ -59,7 +59,7 @@ bitwise_not nan_to_num angle conj_physical clone zeros_like ones_like full_like 
 bfloat16 int long short char byte bool type cfloat cdouble zero fill __neg__ __abs__ __invert__ relu relu6
 elu selu celu gelu silu mish softplus softsign tanhshrink hardtanh hardsigmoid hardswish hardshrink
 softshrink leaky_relu logsigmoid threshold clamp clip clamp_min clamp_max log_ndtr ndtr ndtri entr erfcx
-bessel_j0 i0e i1 i1e cpu
+bessel_j0 i0e i1 i1e cpu cuda xpu
 """.split()
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power maximum
@@ -213,6 +213,8 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     y = func(local := checked_block(x), *others, **kwargs)
     if y is local:
         return x
+    if y.is_meta:
+        raise refused(func, "a block on the device meta has no memory, which ranks could exchange")
     found = SplitTensor(y, x._layout)
     if x._strides is not None:
         found._strides = order_kept(x)

@@ -4,14 +4,14 @@ A draw of elements takes one number from the default generator, or from the one 
 
     default generators          1 number, equal on all ranks (``seed_from``), and all move on alike
         |
-        |--- element i          number i of the sequence of this seed (``draws.fill``)
-        '--- poisson, binomial  a generator of torch for (seed, start of the block): others on other grids
+        '--- element i          number i of the sequence of this seed (``draws.fill``)
 
 So a run draws the same masks on every grid, and a checkpoint that recomputes a dropout draws the same again:
 torch restores the default generator for it. Tensors without a cut draw by index too; otherwise a model's
-numbers would depend on which of its tensors happen to be cut. The two exceptions need a number of draws that
-depends on what is drawn, so that no element has a place in a sequence. A dropout of channels is small: every
-rank draws the mask of the whole from the default generator, as torch does.
+numbers would depend on which of its tensors happen to be cut. ``poisson`` and ``binomial`` need a number of
+draws that depends on what is drawn, so that no element has a place in a sequence: every rank draws all of
+them (``refusals.py``). A dropout of channels is small: every rank draws the mask of the whole from the
+default generator, as torch does.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from distdl_rma.layers.split.operands import (
     as_blocks,
     common_layout,
     of_cut,
-    on_whole_tensors,
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 from distdl_rma.layers.split.views import begin_change
+from distdl_rma.layers.staging import up
 
 # Alpha dropout sets elements to SELU's limit for large negative inputs; this is its negative.
 _ALPHA = 1.7580993408473766
@@ -130,12 +130,12 @@ def _of_channels(
     leading = 1 if unbatched else 2
     shape = (*layout.shape[:leading], *(1,) * (dims - leading))
     drawn = torch.empty(shape, dtype=x._local.dtype, device="cpu").bernoulli_(1 - p)
-    values = _scaled(drawn.to(x._local.device), p, alpha)
+    values = _scaled(up(drawn, x._local.device), p, alpha)
     cut = part_for(shape, layout).slices()
     return values[0][cut], None if values[1] is None else values[1][cut]
 
 
-_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+_DRAWN_IN_PLACE = "bernoulli_ normal_ uniform_ exponential_ random_".split()
 
 
 @checked_rule("random", *(getattr(torch.Tensor, name) for name in _DRAWN_IN_PLACE))
@@ -168,19 +168,14 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
-@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal, torch.poisson, torch.binomial)
+@checked_rule("random", torch.bernoulli, torch.Tensor.bernoulli, torch.normal)
 def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank draws its block by its parameters; `poisson` and `binomial` by a generator of torch."""
-    by_index = func not in (torch.poisson, torch.binomial)
-    if not (by_index or any_cut(args, kwargs)):
-        return on_whole_tensors(func, args, kwargs)
+    """Each rank draws its block by its parameters."""
     layout, site = common_layout(func, tensors_in(args, kwargs)), site_for(func, *tensors_in(args, kwargs))
     blocks, options = as_blocks(site, (args, kwargs), layout, 1)
     seed = seed_from(options.pop("generator", None))
     # Torch has the errors and the graph: gradients of parameters are zero.
     y = func(*blocks, **options, generator=generator_of_block(layout, seed))
-    if not by_index:
-        return SplitTensor(y, layout)
     given = named(func, blocks, options)
     with torch.no_grad():
         if func is torch.normal:
@@ -209,19 +204,3 @@ def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **
     else:
         y = F.leaky_relu(local, (lower + upper) / 2, in_place)
     return x if in_place else SplitTensor(y, x._layout)
-
-
-@checked_rule("random", F.gumbel_softmax)
-@of_cut(uncut=True)
-def gumbel_softmax(call: Call, site: Site, x: SplitTensor, tau: Any, hard: bool, dim: int, **_: Any) -> Any:
-    """Each rank draws noise for its block, then a softmax; ``hard`` needs a dimension that is not cut."""
-    local, layout = checked_block(x), x._layout
-    noise = draw(torch.empty_like(local.detach()), "exponential_", layout, 1.0).log().neg()
-    y: Any = composed(F.softmax, SplitTensor((local + noise) / tau, layout), dim)
-    if not hard:
-        return y
-    if y._layout.splits[dim].parts > 1:
-        raise refused(call[0], "hard=True with a dimension that is cut")
-    soft = y._local
-    top = soft.detach().max(dim, keepdim=True)[1]
-    return SplitTensor(torch.zeros_like(soft).scatter_(dim, top, 1.0) - soft.detach() + soft, y._layout)

@@ -8,8 +8,8 @@ Three ways to rearrange a dimension that is cut:
 - *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``_enter``): every index of the other
   dimensions is rearranged alike. So one of these is cut instead, torch's function runs on the blocks, and the
   result stays cut there.
-- *Strips to other blocks* (``roll``): two slices of the dimension, each moved to its place in the result. By
-  a small shift most elements stay on their rank.
+- *Strips to other blocks* (``roll``): two slices of the dimension are joined in the other order, and cut as
+  before. By a small shift most elements stay on their rank.
 """
 
 from __future__ import annotations
@@ -214,26 +214,16 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
 
 
 def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:
-    # A roll by 2 along 8 elements of two ranks: 0 1 2 3 | 4 5 6 7 becomes 6 7 0 1 | 2 3 4 5. The end 6 7 and
-    # the start 0 ... 5 are slices, each with parts on the ranks before and other parts after it.
+    # A roll by 2 along 8 elements of two ranks: 0 1 2 3 | 4 5 6 7 becomes 6 7 0 1 | 2 3 4 5. The end 6 7
+    # joins the first block; then strips at the ends of blocks move on.
     extent = x._layout.shape[dim]
     shift = shift % extent if extent else 0
     if not shift:
         return x
-    split, me = x._layout.splits[dim], x._layout.partition.index
-    part = 0 if me is None else me[x._layout.axes.index(dim)]
-    pieces = []
-    # The end of the dimension becomes its start.
-    for at, (start, stop, to) in enumerate(((extent - shift, extent, 0), (0, extent - shift, shift))):
-        source, within = layout_choice.sliced(split, start, stop, 1)
-        target = layout_choice.sliced(split, to, to + stop - start, 1)[0]
-        low, high = within[part]
-        mine, wanted = (lay.with_splits(x._layout, {dim: each}) for each in (source, target))
-        piece = checked_block(x).narrow(dim, low, high - low)
-        pieces.append(
-            redistributed(site, piece, mine, wanted, f"roll {number}, {'end' if at == 0 else 'start'}")
-        )
-    return SplitTensor(torch.cat(pieces, dim), x._layout)
+    pieces = narrowed(x, dim, extent - shift, shift), narrowed(x, dim, 0, extent - shift)
+    y = composed(torch.cat, pieces, dim)
+    local = redistributed(site, checked_block(y), y._layout, x._layout, f"roll {number}")
+    return SplitTensor(local, x._layout)
 
 
 @rule("movement", "pixel_shuffle", "pixel_unshuffle")

@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import BIT_WORDS, sum_dtype
@@ -41,7 +40,7 @@ from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.pointwise import pointwise
 from distdl_rma.layers.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors
 from distdl_rma.layers.split.redistribution import reduced
-from distdl_rma.layers.split.reduction_axes import Along, OnBlock, chosen_dims, positive, with_whole
+from distdl_rma.layers.split.reduction_axes import Along, OnBlock, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.segments.machine import Machine
 
@@ -145,30 +144,16 @@ def logsumexp(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -
 @checked_rule("reduction", "prod")
 @of_cut()
 def product(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool, dtype: Any = None) -> Any:
-    """Each rank multiplies its block; every rank gets all results. Zeros need whole dimensions in a graph."""
+    """Each rank multiplies its elements; every rank gets the whole tensor if the dimension is cut."""
     along = Along.of(site, x, dim)
+    if along.cut:
+        return on_whole_tensors(*call)
     dtype = summed_dtype(along.local, dtype)
-    along.local = along.local.to(sum_dtype(dtype))
-
-    def multiply(y: torch.Tensor) -> torch.Tensor:
-        # Torch multiplies along one dimension only.
-        for d in along.dims:
-            y = y.prod(d, keepdim=True)
-        return y
-
-    if not along.cut:
-        return along.result(multiply(along.local).to(dtype), keepdim)
-    needs = along.local.requires_grad and torch.is_grad_enabled()
-    # As in torch, the gradient is result / element, unless there is a zero anywhere.
-    if needs and reduced(site, (along.local == 0).any(), along.layout.partition.ranks, "max", "zeros"):
-        along.local, along.layout = with_whole(site, SplitTensor(along.local, along.layout), along.dims)
-        if dim is None:
-            y = along.local.prod().view((1,) * x.dim())
-        else:
-            # Torch has another gradient for a tensor without zeros, as this block may be.
-            y = torch.stack([along.local, torch.zeros_like(along.local)]).prod(along.dims[0] + 1, True)[0]
-        return along.result(y.to(dtype), keepdim)
-    return along.result(of_whole(along, multiply, lambda g, x, y: g * (y / x).conj()).to(dtype), keepdim)
+    y = along.local.to(sum_dtype(dtype))
+    # Torch multiplies along one dimension only.
+    for d in along.dims:
+        y = y.prod(d, keepdim=True)
+    return along.result(y.to(dtype), keepdim)
 
 
 @checked_rule("reduction", "var", "std", "var_mean", "std_mean")
@@ -256,7 +241,7 @@ def vector_norm(
 @checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @of_any_cut
 def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
-    """Ranks combine norms of their blocks; norms of singular values need whole matrices."""
+    """Ranks combine norms of their blocks; other norms of matrices are of the whole tensor, on every rank."""
     func, *_ = call
     vector_norm = torch.linalg.vector_norm
     if 0 in x.shape:
@@ -266,33 +251,16 @@ def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
     if func in (torch.norm, torch.Tensor.norm):
         order = 2 if given["p"] in ("fro", None) else given["p"]
-        by = _norm_of_matrices if isinstance(order, str) else vector_norm
-        return composed(by, x, order, dim, keepdim, dtype=dtype)
+        if isinstance(order, str):
+            return on_whole_tensors(*call)
+        return composed(vector_norm, x, order, dim, keepdim, dtype=dtype)
     order = given["ord"]
     if dim is None and order is not None:
         dim = tuple(range(x.dim()))
     as_vector = order is None or not (isinstance(dim, (tuple, list)) and len(dim) == 2)
     if as_vector or order == "fro":
         return composed(vector_norm, x, 2 if order in (None, "fro") else order, dim, keepdim, dtype=dtype)
-    if order in ("nuc", 2, -2):
-        return composed(_norm_of_matrices, x, order, dim, keepdim, dtype)
-    x = x if dtype is None else composed(torch.Tensor.to, x, dtype)
-    first, second = (positive(d, x.dim()) for d in dim)
-    if abs(order) != 1:
-        first, second = second, first
-    sums = composed(torch.sum, composed(torch.abs, x), first, keepdim)
-    second -= not keepdim and second > first
-    return composed(torch.amax if order > 0 else torch.amin, sums, second, keepdim)
-
-
-def _norm_of_matrices(x: Any, order: Any, dim: Any, keepdim: bool, dtype: Any) -> Any:
-    # By singular values; the order is "nuc", 2 or -2.
-    dims = chosen_dims(dim, x.dim())
-    values = torch.linalg.svdvals(x.to(dtype or x.dtype).movedim(dims, (-2, -1)))
-    found = values.sum(-1) if order == "nuc" else values.amax(-1) if order == 2 else values.amin(-1)
-    for d in dims if keepdim else ():
-        found = found.unsqueeze(d)
-    return found
+    return on_whole_tensors(*call)
 
 
 @checked_rule("reduction", "equal", "allclose")
@@ -343,7 +311,7 @@ class _Softmax(OperatorFunction):
         return (gradient - y.exp() * total if ctx.log else weighted - y * total), None, None
 
 
-@checked_rule("reduction", "softmax", "log_softmax", "softmin")
+@checked_rule("reduction", "softmax", "log_softmax")
 @of_cut(empty=False)
 def softmax(
     call: Call, site: Site, x: SplitTensor, dim: int | None, dtype: torch.dtype | None, **_stack: Any
@@ -352,8 +320,6 @@ def softmax(
     func, *_ = call
     # Torch's default, if the user names no dimension.
     dim = dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
-    if func is F.softmin:
-        return composed(torch.softmax, composed(torch.neg, x), dim, dtype=dtype)
     along = Along.of(site, x, dim)
     if not along.cut:
         return SplitTensor(func(*(along.local, along.dims[0]), dtype=dtype), along.layout)
@@ -502,19 +468,9 @@ def _first(
 @of_cut()
 def index_of_largest(call: Call, site: Site, x: SplitTensor, dim: Any, keepdim: bool) -> Any:
     """Global index of the first of equal elements; without a dimension, among all elements."""
+    if dim is None:
+        y = composed(call[0], composed(torch.reshape, x, (-1,)), 0)
+        return composed(torch.reshape, y, (1,) * x.dim()) if keepdim else y
     largest, along = call[0].__name__ == "argmax", Along.of(site, x, dim)
     along.local = along.local.detach()
-    if dim is not None:
-        return along.result(_with_index(along, largest)[1], keepdim)
-    local, shape = along.local, along.layout.shape
-    value, index = _nothing(along, largest), torch.tensor(_NOWHERE, device=local.device)
-    if value is None:
-        found = local.argmax() if largest else local.argmin()
-        places = torch.unravel_index(found, local.shape)
-        value, index = local[places].view((1,) * len(shape)), torch.tensor(0, device=local.device)
-        bounds = along.layout.own_box.bounds
-        for at, (start, _), n in zip(places, bounds, shape, strict=True):
-            index = index * n + at + start
-    # The first index in the order of the whole tensor, not of the ranks.
-    index = index.view((1,) * len(shape))
-    return along.result(_first(along, value, index, largest)[1] if along.cut else index, keepdim)
+    return along.result(_with_index(along, largest)[1], keepdim)

@@ -88,14 +88,20 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 # results are small, or programs call the function rarely and for small tensors.
 _OF_ALL: dict[str, list[Any]] = {
     "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
-    "loss": [F.multi_margin_loss, F.multilabel_margin_loss],
+    "loss": [
+        *(F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss),
+    ],
+    "norm": ["renorm"],
+    "random": [torch.poisson, torch.binomial],
     "movement": [
         *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted".split(),
         *(torch.block_diag, torch.cartesian_prod, torch.combinations),
+        *("meshgrid", torch._VF.meshgrid),  # type: ignore[attr-defined]
     ],
     "contraction": [
         *(torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.lstsq, torch.cdist),
-        *("cholesky_solve", "bilinear", "kron"),
+        *(torch.tensordot, *"cholesky_solve bilinear kron addr addmv addbmm".split()),
+        *"lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split(),
     ],
 }
 for _kind, _functions in _OF_ALL.items():

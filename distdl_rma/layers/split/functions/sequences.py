@@ -1,4 +1,4 @@
-"""Attention and recurrent layers: a rank computes its queries, heads and samples, with all keys.
+"""Attention: a rank computes its queries, heads and samples, with all keys.
 
 Attention is a contraction (``contractions.py``) in which keys and features must be whole: each row of weights
 is normalised over all keys. So rows, heads and samples may be cut, and a rank gets all keys and values for
@@ -10,31 +10,23 @@ the first row of the block:
     x x . .          x x . .                 x x x x
     x x x .
     x x x x
-
-Recurrent layers need each step of time before the next one, and all features in it: only samples stay cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import sqrt
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.split import layout as lay
-from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.contractions import prepared, product_of
-from distdl_rma.layers.split.functions.shapes import frozen, uncut
-from distdl_rma.layers.split.operands import as_part, of_any_cut, of_cut, wholes
-from distdl_rma.layers.split.reduction_axes import with_whole
+from distdl_rma.layers.split.functions.shapes import frozen
+from distdl_rma.layers.split.operands import of_any_cut
 from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 
 
@@ -67,7 +59,8 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
         if mask is not None:
             raise refused(func, "attn_mask and is_causal do not go together, as in torch")
         # This rank's rows of the triangle.
-        blocks, causal = [*blocks, torch.ones(stop - first, keys, dtype=torch.bool).tril(first)], False
+        square = torch.ones(stop - first, keys, dtype=torch.bool, device=blocks[0].device)
+        blocks, causal = [*blocks, square.tril(first)], False
     compute = partial(func, is_causal=bool(causal), scale=scale)
     return SplitTensor(product_of(compute, operands, blocks, work.result), work.result)
 
@@ -85,67 +78,3 @@ def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any
         weights = composed(torch.add, weights, mask)
     weights = composed(F.dropout, composed(F.softmax, weights, -1), dropout)
     return composed(torch.matmul, weights, v)
-
-
-def _unguarded(function: Any) -> Any:
-    # Torch's own function, without the dispatch to overrides, which would recurse.
-    hidden = {**function.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(
-        function.__code__, hidden, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_MULTI_HEAD = _unguarded(F.multi_head_attention_forward)
-
-
-rule(
-    "contraction",
-    F.multi_head_attention_forward,
-    doc="Composed of functions that have rules: products, views, attention.",
-)(lambda func, args, kwargs: composed(_MULTI_HEAD, *args, **kwargs))
-_OF_STATES = "its states are split, its input is not"
-
-
-@rule("contraction", "lstm", "gru", "rnn_tanh", "rnn_relu")
-@of_any_cut
-def recurrent(call: Call, site: Site, x: Any, **_: Any) -> Any:
-    """Samples stay cut; time and features become whole. All ranks compute a single sample."""
-    func, (_x, states, weights, *others), kwargs = call
-    if not isinstance(weights, (list, tuple)) or kwargs:
-        raise refused(func, "packed sequences are not supported; pad them")
-    if not isinstance(x, SplitTensor):
-        raise refused(func, _OF_STATES)
-    _, _, dropout, training, _, batch_first = others
-    if dropout and training:
-        raise refused(func, "dropout between its layers; nn.Dropout between layers of their own is exact")
-    batch = 0 if batch_first else 1
-    local, layout = with_whole(site, x, [d for d in range(3) if d != batch], "sequences made whole")
-    weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
-    # States are (layers, samples, features), and a projection may give them different features.
-    row = lay.reordered(layout, [None, batch, None])
-    given = states if isinstance(states, (list, tuple)) else (states,)
-    parts = [uncut(row, {0: frozen(h)[0], 2: frozen(h)[2]}) for h in given]
-    y, *after = func(local, _parts_of(site, states, parts), weights, *others)
-    found = SplitTensor(y, uncut(layout, {2: y.shape[2]}))
-    return found, *(SplitTensor(h, part) for h, part in zip(after, parts, strict=True))
-
-
-def _parts_of(site: Site, states: Any, parts: Sequence[Decomposition]) -> Any:
-    # This rank's part of a state, or of each of several ones.
-    if not isinstance(states, (list, tuple)):
-        return as_part(site, states, parts[0], parts[0])
-    return [as_part(site, h, part, part, at) for at, (h, part) in enumerate(zip(states, parts, strict=True))]
-
-
-@rule("contraction", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
-@of_cut(plain=_OF_STATES)
-def cell(call: Call, site: Site, x: SplitTensor, hx: Any, **given: Any) -> Any:
-    """Samples stay cut; features become whole."""
-    local, layout = with_whole(site, x, [1], "features made whole")
-    states, weights = hx if isinstance(hx, (list, tuple)) else (hx,), list(given.values())
-    part = uncut(layout, {1: frozen(states[0])[1]})
-    before = _parts_of(site, hx, [part] * len(states))
-    weights = wholes(site, weights, layout, [f"weight {at}" for at in range(len(weights))])
-    return mapped(lambda h: SplitTensor(h, part), call[0](local, before, *weights))

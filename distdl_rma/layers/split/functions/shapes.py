@@ -32,7 +32,7 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.calls.torch_errors import raise_as_torch
 from distdl_rma.layers.split.operands import of_cut, on_whole_tensors, site_for
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
@@ -235,25 +235,6 @@ def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@checked_rule("movement", "meshgrid", torch._VF.meshgrid)  # type: ignore[attr-defined]
-def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``expand`` of each vector along its dimension; plain vectors stay plain."""
-    tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-    shapes = [frozen(x) for x in tensors]
-    if max(map(len, shapes)) > 1:
-        raise RuntimeError(f"torch.meshgrid: expected scalars or vectors, got shapes {shapes}")
-    places = list(range(len(tensors)))
-    if kwargs.get("indexing") == "xy" and len(tensors) > 1:
-        places[:2] = 1, 0
-    grid = [shapes[at][0] if shapes[at] else 1 for at in places]
-
-    def spread(x: torch.Tensor, place: int) -> Any:
-        column = composed(torch.reshape, x, (-1, *(1,) * (len(grid) - place - 1)))
-        return composed(_T.expand, column, grid)
-
-    return tuple(spread(x, place) for x, place in zip(tensors, places, strict=True))
-
-
 @rule("movement", "repeat", "tile")
 @of_cut(uncut=True)
 def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
@@ -266,15 +247,12 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
-_OF_TIMES = "how often elements are repeated is on many ranks"
-
-
 @rule("movement", "repeat_interleave", errors="own")
-@of_cut(uncut=True, plain=_OF_TIMES)
+@of_cut(uncut=True)
 def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
     """Each rank repeats its elements; for different numbers the dimension becomes whole."""
     if isinstance(repeats, SplitTensor):
-        raise refused(call[0], _OF_TIMES)
+        return on_whole_tensors(*call)
     raise_as_torch(*call)
     if dim is None:
         x, dim = reshape(x, (-1,)), 0

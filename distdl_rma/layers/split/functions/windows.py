@@ -56,7 +56,7 @@ from distdl_rma.layers.split.reduction_axes import (
     with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, refused
 
 _LEADING = 2
 _DIMS = (1, 2, 3)
@@ -73,10 +73,10 @@ def dims_of(func: Any) -> int:
     return next(int(letter) for letter in func.__name__ if letter.isdigit())
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    # Under autocast torch computes these in float32.
-    short = x.dtype in (torch.bfloat16, torch.float16)
-    return x.float() if short and torch.is_autocast_enabled("cpu") else x
+def _widened(x: torch.Tensor, on_cpu: bool = True) -> torch.Tensor:
+    # Under autocast torch computes these in float32: on the CPU, or on other devices.
+    short = x.dtype in (torch.bfloat16, torch.float16) and x.is_cpu == on_cpu
+    return x.float() if short and torch.is_autocast_enabled(x.device.type) else x
 
 
 Given = Mapping[str, Any]
@@ -154,23 +154,6 @@ def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     return with_single_copied(site, y)
 
 
-@checked_rule("window", *_of_dims("lp_pool{}d"))
-@of_cut(empty=False)
-def lp_pool(call: Call, site: Site, x: SplitTensor, norm_type: Any, **how: Any) -> Any:
-    """The norm of each window; ranks fetch the inputs of their outputs."""
-    norm, dims = float(norm_type), dims_of(call[0])
-
-    # Torch composes it so, too: a mean of powers, times the number of elements.
-    def pool(x: Any) -> Any:
-        if abs(norm) == math.inf:
-            sign = 1 if norm > 0 else -1
-            return sign * getattr(F, f"max_pool{dims}d")(sign * x.abs(), **how)
-        y = getattr(F, f"avg_pool{dims}d")(x.pow(norm), **how)
-        return (y.sign() * y.abs().relu()).mul(math.prod(each_dim(how["kernel_size"], dims))).pow(1.0 / norm)
-
-    return composed(pool, x)
-
-
 @rule("window", *_of_dims("adaptive_avg_pool{}d"))
 @of_cut(empty=False)
 def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
@@ -227,7 +210,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-    return windowed(call, site, checked_block(x), x._layout, dims, Resizing, how)[0]
+    return windowed(call, site, _widened(checked_block(x), False), x._layout, dims, Resizing, how)[0]
 
 
 @checked_rule("window", "pad")

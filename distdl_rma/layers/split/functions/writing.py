@@ -6,8 +6,8 @@ shows what is written. Writing there must reach ``x`` itself, so nothing may hav
     numbers, in cut dimensions   become an interval of extent 1, which one rank has (``_staying``); the value
                                  gets a dimension of extent 1 there (``_beside``)
     slices, other numbers        a view of the block, then ``copy_`` by the rule of functions of elements
-    a mask                       ``masked_fill_``, or ``where`` with values in its order (``_chosen_rows``)
-    indices                      torch writes where the chosen dimensions are whole; the result moves back
+    a mask, one value            ``masked_fill_``
+    masks, indices               torch writes where the chosen dimensions are whole; the result moves back
 
 A plain tensor in which a split value is written becomes split, as the same object, if no other tensor shows
 its memory (``become_split``); buffers and views stay plain and get the whole value on all ranks.
@@ -162,15 +162,8 @@ def _write_chosen(
             value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
             pointwise(_T.masked_fill_, (part, wide, value), {})
             return
-        if any_cut(mask):
-            rows = _chosen_rows(part, at, mask, ones, value)
-            if rows is not None:
-                pointwise(_T.copy_, (part, composed(torch.where, composed(_T.bool, wide), rows, part)), {})
-            return
-    if any_cut(*chosen.values()):
-        raise refused(func, f"it writes where only ranks with blocks of the indices know; {_REMEDY}")
-    dims, index = from_whole(part, chosen)
     site = site_for(func, part)
+    dims, index = from_whole(site, part, chosen)
     local, layout = with_whole(site, part, dims)
     if isinstance(value, torch.Tensor):
         before = local[index]
@@ -185,34 +178,6 @@ def _write_chosen(
     local[index] = value
     if layout is not part._layout:
         checked_block(part).copy_(redistributed(site, local, layout, part._layout, "result"))
-
-
-def _chosen_rows(part: Any, at: int, mask: Any, ones: Sequence[int], value: Any) -> Any:
-    # For each element, its value by a split mask, any value where the mask is false; None if it selects none.
-    # Value number n is for the n-th true element of the mask: a running sum over the ranks counts them.
-    whole, count = frozen(part), len(frozen(mask))
-    dims, kept = range(at, at + count), [d for d in range(len(whole)) if not at <= d < at + count]
-    named = chosen_order([d for d in kept if d not in ones], dims, 1)
-    fitting = _beside(value, named, chosen_order(kept, dims, 1), ones)
-    # Torch raises if it cannot convert the type.
-    torch.zeros(2, dtype=part.dtype)[torch.ones(2).bool()] = torch.zeros(2, dtype=value.dtype)
-
-    def rows() -> Any:
-        chosen = mask.reshape(-1).bool()
-        wanted = (*whole[:at], int(chosen.sum()), *whole[at + count :])
-        ahead = len(wanted) - fitting.dim()
-        if ahead < 0 or any(n not in (1, m) for n, m in zip(fitting.shape, wanted[ahead:], strict=True)):
-            raise RuntimeError(
-                f"shape mismatch: value tensor of shape {[*value.shape]} cannot be broadcast to indexing"
-                f" result of shape {[*wanted]}"
-            )
-        if not wanted[at]:
-            return None
-        numbers = (chosen.cumsum(0) - 1).clamp(min=0).reshape(mask.shape)
-        found = fitting.expand(wanted).movedim(at, 0)[numbers]
-        return found.permute(*range(count, count + at), *range(count), *range(count + at, found.dim()))
-
-    return composed(rows)
 
 
 @checked_rule(

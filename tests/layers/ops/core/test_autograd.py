@@ -7,6 +7,7 @@ from distdl_rma import ShapeError, UnsupportedError
 from distdl_rma.errors import ExchangeTimeout
 from distdl_rma.layers.ops.core.autograd import (
     GradientNeeds,
+    OperatorFunction,
     anchor,
     anchored,
     deliver,
@@ -61,7 +62,7 @@ def test_a_failure_that_not_all_ranks_raise_is_reported_to_peers(kind, reported)
     assert len(layer.machine.failures) == reported
 
 
-class Double(torch.autograd.Function):
+class Double(OperatorFunction):
     machine, error = None, ValueError("negative")
 
     @staticmethod

@@ -6,7 +6,7 @@ import torch
 
 from distdl_rma import zero_volume_tensor
 from distdl_rma.layers.dtypes import DTYPES, as_words, word_dtype
-from distdl_rma.layers.ops.core.tensors import MAX_DIMS, as_tensor, autocast, problem_with
+from distdl_rma.layers.ops.core.tensors import MAX_DIMS, as_tensor, problem_with
 
 # torch says of one of its types that it is an experiment.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -48,14 +48,6 @@ def test_what_cannot_move_is_said(x, text):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_wrong_with_a_dense_tensor(dtype):
     assert problem_with(torch.zeros((1,) * MAX_DIMS, dtype=dtype)) == ""
-
-
-def test_autocast_casts_floating_points_and_nothing_else():
-    given = torch.rand(2), torch.rand(2, dtype=torch.float64), torch.arange(2), None
-    assert autocast(*given) == given
-    with torch.autocast("cpu", torch.bfloat16):
-        single, double, whole, none = autocast(*given)
-    assert single.dtype == torch.bfloat16 and double is given[1] and whole is given[2] and none is None
 
 
 def test_a_tensor_without_elements():

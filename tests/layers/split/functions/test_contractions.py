@@ -147,8 +147,6 @@ def test_bad_input(P_world):
         x @ torch.zeros(5, 4)
     with pytest.raises(UnsupportedError, match="max_norm"):
         F.embedding(x.long(), torch.zeros(9, 3), max_norm=1.0)
-    with pytest.raises(UnsupportedError, match="beside the matrices"):
-        torch.linalg.matrix_rank(x.expand(5, 5, 4), torch.ones(5, dtype=torch.float64))
     with pytest.raises(RuntimeError, match="integral"):
         torch.addr(ROWS[0, 0], x[0].long(), x[1].long(), alpha=0.5)
 

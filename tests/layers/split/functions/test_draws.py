@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from itertools import combinations
-from math import erf, pi, sqrt
+from math import erf, sqrt
 from typing import Any
 
 import pytest
@@ -19,10 +19,7 @@ FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16
 CASES: list[tuple[str, tuple[Any, ...], tuple[torch.dtype, ...]]] = [
     ("uniform_", (-1.0, 3.0), (*FLOATS, torch.complex64)),
     ("normal_", (1.0, 2.0), (*FLOATS, torch.complex128)),
-    ("log_normal_", (0.0, 0.5), FLOATS),
     ("exponential_", (2.0,), FLOATS),
-    ("cauchy_", (1.0, 0.5), FLOATS),
-    ("geometric_", (0.3,), (*FLOATS, torch.int64)),
     ("bernoulli_", (0.4,), (*FLOATS, torch.bool, torch.int32)),
     ("random_", (-3, 9), (*FLOATS, torch.int8, torch.int64)),
     ("random_", (None, None), (*FLOATS, torch.uint8, torch.bool, torch.int64)),
@@ -145,9 +142,7 @@ def normal_below(x):
 CONTINUOUS: dict[str, tuple[tuple[float, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
     "uniform_": ((-1.0, 3.0), lambda x: (x + 1) / 4),
     "normal_": ((1.0, 2.0), lambda x: normal_below((x - 1) / 2)),
-    "log_normal_": ((0.5, 0.75), lambda x: normal_below((x.log() - 0.5) / 0.75)),
     "exponential_": ((2.0,), lambda x: 1 - torch.exp(-2 * x)),
-    "cauchy_": ((1.0, 0.5), lambda x: torch.atan((x - 1) / 0.5) / pi + 0.5),
 }
 
 
@@ -196,11 +191,6 @@ def test_probabilities(p):
     for seed in range(3):
         kept = int(whole((N,), "bernoulli_", (p,), torch.bool, seed).sum())
         assert abs(kept - p * N) <= 5 * sqrt(N * p * (1 - p))
-    trials = whole((N,), "geometric_", (max(p, 0.01),), torch.float64)
-    assert trials.min() == 1
-    q = max(p, 0.01)
-    assert abs(float(trials.mean()) - 1 / q) <= 5 * sqrt((1 - q) / N) / q
-    assert abs(float((trials == 2).double().mean()) - q * (1 - q)) <= 5 * sqrt(q * (1 - q) / N)
 
 
 @pytest.mark.parametrize("bounds", [(0, 10), (-7, 250), (5, 6)])

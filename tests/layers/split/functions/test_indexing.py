@@ -63,6 +63,13 @@ FORMS = {
     "both split, by name": (lambda i, x: torch.take(input=x, index=i), [ROWS, (4, 5)]),
     "selected rows": (lambda i, table: table.index_select(0, i.flatten()), [ROWS], [(6, 3)]),
     "selected of a number": (lambda i, table: table.index_select(0, i), [ONE], [()]),
+    "columns by split indices": (lambda i, table: table[:, i], [ROWS], [(3, 6)]),
+    "columns of a split table": (lambda i, x: x[:, i] + x[:, i.T].mT, [ROWS, (3, 6)]),
+    "planes by split indices": (lambda i, x: x.index_select(1, i[0]) * 2, [ROWS, SHAPE]),
+    "filled by split indices": (lambda i, x: x.index_fill(1, i[0], 2.0), [ROWS, SHAPE]),
+    "sums by split indices": (lambda i, x: torch.zeros(6, 5).double().index_add(0, i[0], x), [ROWS, (5, 5)]),
+    "sums of copies": (lambda i, x: x.index_add(1, i[0], x[:, :5], alpha=2), [ROWS, SHAPE]),
+    "a mask beside split indices": (lambda i, x: x[x[:, 0, 0] > -9, i[:3, 0]], [ROWS, SHAPE]),
     "classes": (F.one_hot, [ROWS]),
     "so many classes": (called(F.one_hot, num_classes=8), [ROWS]),
     "gathered by split indices": (lambda x, y: x.gather(1, (y > 0).long()), [(4, 5), (4, 5)]),
@@ -102,7 +109,6 @@ def test_refused(P_world):
     with pytest.raises(UnsupportedError, match=r"write x\[mask\] = value, or .*torch.cat"):
         x.index_put_((AT,), torch.tensor(1.0))
     for index, error, words in (
-        ((x[..., 0] > 0, torch.tensor([1])), UnsupportedError, r"torch\.where"),
         (x[:, :, :4] > 0, IndexError, "global shape"),
         ((slice(None), 6), IndexError, None),
         (torch.tensor(1.0), IndexError, "must be long, int, byte or bool"),

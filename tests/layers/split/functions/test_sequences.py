@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import UnsupportedError
-from tests.layers.split.against_whole import check, cut_along, forms, numbers
+from tests.layers.split.against_whole import check, forms, numbers
 
 pytestmark = pytest.mark.mpi
 ATTENTION = F.scaled_dot_product_attention
@@ -85,7 +84,7 @@ def test_recurrent_layers(P_world, kind, options):
     check(P_world, lambda x: layer(x)[0], [torch.randn(5, 3, dtype=torch.float64)], gradients=False)
 
 
-def test_states_are_cut_as_samples_are(P_world):
+def test_states_may_be_split_or_whole(P_world):
     layer, x, h = nn.LSTM(3, 4).double(), numbers(5, 6, 3), numbers(1, 6, 4)
     check(P_world, lambda x, h: (y := layer(x, (h, 2 * h)))[0] + y[1][0], [x], [h])
     check(P_world, lambda x, h: layer(x, (h, h))[1][1], [x, h])
@@ -96,12 +95,3 @@ def test_cells(P_world, kind):
     run, plain = by_functional_call(kind(3, 4).double())
     for shape in ((5, 3), (1, 3)):
         check(P_world, lambda x, *w: run((x, run((x, None), w)), w), [numbers(*shape)], plain)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2)
-def test_refused(P_world):
-    x = cut_along(P_world, 1, torch.randn(5, 6, 3))
-    with pytest.raises(UnsupportedError, match="dropout"):
-        nn.GRU(3, 4, num_layers=2, dropout=0.5)(x)
-    assert nn.GRU(3, 4, num_layers=2, dropout=0.5).eval()(x)[0].shape == (5, 6, 4)

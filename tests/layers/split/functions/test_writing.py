@@ -47,6 +47,15 @@ def indexed(x, y, v):
     return z
 
 
+def by_split_indices(i, x, y):
+    z = x * 1
+    z[:, i[0]] = y[:, :3]
+    z[1, :, i[1]] = 2.0
+    z[i[0], i[1], 0] = y[0, :3, 0]
+    z[y[:, 0, 0] > -9, torch.tensor([4, 0, 1])] = y[:, 0]
+    return z
+
+
 # A plain tensor becomes split if a split one is written to it.
 
 
@@ -112,6 +121,7 @@ FORMS = {
     "masks": (masked, [SHAPE, SHAPE]),
     "plain masks": (masked, [SHAPE], [SHAPE]),
     "indices": (indexed, [SHAPE, SHAPE], [(5,)]),
+    "split indices": (by_split_indices, [lambda: torch.tensor([[2, 0, 1], [3, 1, 4]]), SHAPE, SHAPE]),
     **{each.__name__: (each, [SHAPE, SHAPE]) for each in (by_channels, stacked, added)},
     "encoded": (encoded, [lambda: torch.randint(0, 4, (3, 1, 5))]),
     "marked": (lambda x: marked(x.detach()), [SHAPE]),
@@ -302,7 +312,6 @@ def test_refused(P_world):
         (lambda: torch.ones(3, 6, 5, requires_grad=True).mul(2).add_(y), "has a gradient"),
         (lambda: x[:, 2].mul_(2), "a new tensor, without"),
         (lambda: moved.__setitem__(0, 1.0), "moved from another rank"),
-        (lambda: x.__setitem__((x[..., 0] > 0, torch.tensor([0])), x[:2, 0, 0]), "torch.where"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             function()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import PartitionError, UnsupportedError, shard
+from distdl_rma import PartitionError, shard
 from distdl_rma.layers import (
     DistributedConcat,
     DistributedConv2d,
@@ -100,8 +100,9 @@ def test_losses_of_split_tensors_are_numbers_that_all_ranks_have(P_x, x):
     loss.backward()
     expected.backward()
     torch.testing.assert_close(s.grad.full_tensor(), whole.grad)
-    with pytest.raises(UnsupportedError, match="not blocks of one tensor"):
-        DistributedMSELoss(P_x, reduction="none")(s, s)
+    terms = DistributedMSELoss(P_x, reduction="none")(s, shard(P_x, x))
+    assert isinstance(terms, SplitTensor)
+    torch.testing.assert_close(terms.full_tensor(), (whole - x).square())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
