@@ -16,11 +16,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, is_plain, split_like
@@ -31,31 +31,33 @@ from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
 
 class Attempt:
-    """A call of a model's forward; its graph ends at ``ends``. ``weights`` replace parameters, by ``id``."""
+    """A call of a step; its graph ends at ``ends``. ``weights`` replace parameters, by ``id``."""
 
     def __init__(
         self,
-        model: nn.Module,
-        forward: Callable[..., Any],
+        function: Callable[..., Any],
         given: Given,
+        state: State,
         tensors: Sequence[torch.Tensor],
         weights: Mapping[int, torch.Tensor],
     ) -> None:
         graph = torch.is_grad_enabled()
+        tables: list[dict[str, Any]] = [module._parameters for module in state.modules]
+        before, known = [each.copy() for each in tables], {*map(id, state.learnt.values())}
         learnt = {
             id(p): _stand_in(p, weights.get(id(p), p))
-            for p in model.parameters()
-            if weights or (graph and p.requires_grad)
+            for p in chain.from_iterable(map(dict.values, tables))
+            if p is not None and (weights or (graph and id(p) in known))
         }
         blocks = [x.view_as(x) if graph and x.requires_grad else x for x in tensors]
-        self.ends = [x for x in (*learnt.values(), *blocks) if graph and x.requires_grad]
-        tables: list[dict[str, Any]] = [module._parameters for module in model.modules()]
-        before = [each.copy() for each in tables]
+        # In the order in which a replay returns gradients.
+        ends = [learnt[id(p)] for p in state.learnt.values()] if graph else []
+        self.ends = [*ends, *(x for x in blocks if graph and x.requires_grad)]
         try:
             for each in tables:
                 each.update({key: learnt.get(id(p), p) for key, p in each.items()})
             args, kwargs = given.rebuilt(blocks)
-            leaves, self._spec = tree_flatten(forward(*args, **kwargs))
+            leaves, self._spec = tree_flatten(function(*args, **kwargs))
         finally:
             for each, old in zip(tables, before, strict=True):
                 each.update(old)
@@ -120,9 +122,8 @@ class Captured(NamedTuple):
     strides: list[tuple[int, ...]]
 
 
-def capture(
-    model: nn.Module,
-    forward: Callable[..., Any],
+def record(
+    function: Callable[..., Any],
     given: Given,
     state: State,
     strides: Sequence[tuple[int, ...]],
@@ -139,7 +140,8 @@ def capture(
         others = [
             _with_numbers(x, lambda y: y * 0.75 + y.flip([*range(y.dim())]) * 0.25) for x in given.tensors
         ]
-        weights = {id(p): _with_numbers(p, lambda y: y * 0.75 + 0.125) for p in model.parameters()}
+        parameters = chain.from_iterable(module._parameters.values() for module in state.modules)
+        weights = {id(p): _with_numbers(p, lambda y: y * 0.75 + 0.125) for p in parameters if p is not None}
     except RuntimeError as error:
         problem = f"a tensor has elements in the same place: {error}"
     _raise(agreed(problem))
@@ -148,7 +150,7 @@ def capture(
     with unchanged(state.fixed.values()):
         try:
             with recorder:
-                attempt = Attempt(model, forward, given, others, weights)
+                attempt = Attempt(function, given, state, others, weights)
         except Exception as error:
             error.add_note("compile: raised while a call was recorded on other numbers than the program's")
             raise

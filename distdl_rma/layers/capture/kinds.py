@@ -1,6 +1,6 @@
 """Kinds of calls: what a recording of a call holds for, and so what must be alike for it to be replayed.
 
-A recording has no branches. All that a model's Python code may branch on has to be as it was::
+A recording has no branches. All that its Python code may branch on has to be as it was::
 
     facts    of the arguments: layouts, shapes, strides and types of tensors, all other values;
              modes of torch; requires_grad, shape, strides and type of each parameter and buffer
@@ -88,39 +88,81 @@ def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return found
 
 
-class State:
-    """What the modules of a model hold, in its own lists and dicts, which are read again in each call."""
+class Variables:
+    """What a function reads beside its arguments: of closures, globals that it names, and of its object."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, function: Any) -> None:
+        inner = getattr(function, "__func__", function)
+        code, owner = inner.__code__, getattr(function, "__self__", None)
+        self._cells = dict(zip(code.co_freevars, inner.__closure__ or (), strict=True))
+        tables = inner.__globals__, {} if owner is None or isinstance(owner, nn.Module) else vars(owner)
+        self._tables = [(table, [name for name in code.co_names if name in table]) for table in tables]
+        self.owner = {"self": owner} if isinstance(owner, nn.Module) else {}
+
+    def read(self) -> dict[str, Any]:
+        """All of them, now."""
+        found = {name: cell.cell_contents for name, cell in self._cells.items()}
+        for table, names in self._tables:
+            found.update((name, table[name]) for name in names)
+        return found | self.owner
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Set those that have other values."""
+        for name, cell in self._cells.items():
+            cell.cell_contents = values[name]
+        for table, names in self._tables:
+            table.update((name, values[name]) for name in names)
+
+
+class State:
+    """What the modules of a step hold, in their own lists and dicts, which are read again in each call.
+
+    ``variables`` is None if the step is a model.
+    """
+
+    def __init__(self, model: nn.Module, variables: Variables | None = None) -> None:
         self.holders: list[Any] = []
         self.paths: list[str] = []
-        for path, module in model.named_modules():
-            own = vars(module)
-            inner = [
-                (each, name) for name, each in own.items() if type(each) in _HOLDERS or isinstance(each, dict)
-            ]
-            for each, name in [(own, ""), *inner]:
-                self.holders.append(each)
-                self.paths.append(".".join(part for part in (path, name) if part))
+        self.modules: list[nn.Module] = []
+        self._variables = variables
+        roots = {"": model} if variables is None else {"": model, **variables.read()}
+        for name, root in roots.items():
+            self._look(name, root)
         self.then = self.held()
-        named = {f"an attribute ({at})": x for at, x in enumerate(self.then) if isinstance(x, torch.Tensor)}
-        named = dict(chain(model.named_parameters(), model.named_buffers(), named.items()))
-        # Each tensor once: parameters, buffers, and attributes that are neither.
-        named = {name: x for x, name in {x: name for name, x in reversed([*named.items()])}.items()}
+        parts = [(name, root) for name, root in roots.items() if isinstance(root, nn.Module)]
+        learnt = [each for name, root in parts for each in root.named_parameters(name)]
+        buffers = [each for name, root in parts for each in root.named_buffers(name)]
+        others = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
+        # Each tensor once, by its first name: parameters, buffers, and attributes that are neither.
+        once = {x: name for name, x in reversed([*learnt, *buffers, *others])}
+        named = {name: x for x, name in reversed([*once.items()])}
         self.tensors = [*named.values()]
         # Parameters with gradients, in torch's order, and all other tensors, whose values calls may change.
-        learnt = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
-        self.names: list[str] = [name for name, _ in learnt]
-        self.learnt: list[torch.Tensor] = [x for _, x in learnt]
+        self.learnt = {name: x for name, x in named.items() if x.requires_grad and isinstance(x, nn.Parameter)}
         self.fixed = {name: x for name, x in named.items() if not x.requires_grad}
         self.facts = self.of_tensors()
+
+    def _look(self, name: str, root: Any) -> None:
+        # Modules, and what they hold; each once.
+        for path, module in root.named_modules(prefix=name) if isinstance(root, nn.Module) else ():
+            if module not in self.modules:
+                self.modules.append(module)
+                self._hold(path, own := vars(module))
+                for key, each in own.items():
+                    self._hold(f"{path}.{key}" if path else key, each)
+        self._hold(name, root)
+
+    def _hold(self, path: str, x: Any) -> None:
+        if type(x) in _HOLDERS or isinstance(x, dict):
+            self.holders.append(x)
+            self.paths.append(path)
 
     def held(self) -> list[Any]:
         """All that the modules hold now."""
         found: list[Any] = []
         for each in self.holders:
             found += each.values() if isinstance(each, dict) else each
-        return found
+        return found if self._variables is None else [*found, *self._variables.read().values()]
 
     def of_tensors(self) -> list[Any]:
         """What the tensors are now, but for their values."""
@@ -134,26 +176,30 @@ class State:
         return all(map(is_, now, then)) or all(map(_alike, now, then))
 
     def copy(self) -> list[Any]:
-        """The contents of all lists and dicts, for ``restore``."""
-        return [each.copy() for each in self.holders]
+        """The contents of all lists and dicts, and the variables, for ``restore``."""
+        variables = {} if self._variables is None else self._variables.read()
+        return [*[each.copy() for each in self.holders], variables]
 
     def restore(self, before: list[Any]) -> str:
-        """Put contents back; name the first attribute that had other ones, empty if none had."""
-        changed = ""
-        for path, each, old in zip(self.paths, self.holders, before, strict=True):
-            now = each.values() if isinstance(each, dict) else each
-            then = old.values() if isinstance(each, dict) else old
-            if len(now) == len(then) and all(map(_alike, now, then)):
-                continue
-            names = (
-                [name for name, x in each.items() if not _alike(x, old.get(name))]
-                if isinstance(each, dict)
-                else []
-            )
-            changed = changed or ".".join(str(part) for part in (path, *names[:1]) if part)
-            each.clear()
-            each.extend(old) if isinstance(each, list) else each.update(old)
+        """Put contents back; name the first attribute or variable that had other ones, empty if none had."""
+        changed, (*contents, variables) = "", before
+        for path, each, old in zip(self.paths, self.holders, contents, strict=True):
+            name = _first_change(each, old)
+            if name is not None:
+                changed = changed or ".".join(part for part in (path, name) if part)
+                each.clear()
+                each.extend(old) if isinstance(each, list) else each.update(old)
+        if self._variables is not None:
+            changed = changed or _first_change(self._variables.read(), variables) or ""
+            self._variables.write(variables)
         return changed
+
+
+def _first_change(now: Any, before: Any) -> str | None:
+    # Key of the first other value, empty if there are no keys; None if nothing has changed.
+    if not isinstance(now, dict):
+        return None if len(now) == len(before) and all(map(_alike, now, before)) else ""
+    return next((str(key) for key in {**now, **before} if not _alike(now.get(key), before.get(key))), None)
 
 
 def is_plain(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``model.compile()`` of a distributed model: calls of a known kind are replayed without their rules.
+"""``model.compile()`` and ``capture``: calls of a known kind are replayed without the rules of functions.
 
 What happens to a call, by its kind (``capture/kinds.py``)::
 
@@ -9,20 +9,17 @@ What happens to a call, by its kind (``capture/kinds.py``)::
     known        replayed
     refused      run by the split model (``fallback=True``), or an error on all ranks
 
-Where it happens: torch calls ``model._compiled_call_impl`` in place of a module that is compiled, hooks
-included. A known kind is replayed there; any other call goes the way of the split model, and takes part in
-its comparisons of ranks, but with ``_met`` in place of the forward.
-
-Agreement. All ranks must do the same with a call, since all of it exchanges data:
-
-- replays: the comparison with which every call begins (``Calls.begin``), of the number of the kind in place
-  of the facts of a call. It ends before the first operation: a rank that does otherwise is an error on all;
-- the rest, which is rare: words, exchanged before each step (``_agree``).
+Agreement. All ranks must do the same with a call, since all of it exchanges data. Each call begins with the
+comparison with which each call of a split model begins (``Calls.begin``); the number of its kind is one of the
+facts that must be alike. It ends before the first operation: a rank that does otherwise is an error on all.
+What follows in a call of a new kind is rare: words, exchanged before each step (``agreed``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -33,12 +30,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from distdl_rma.errors import DistdlError, MismatchError, UnsupportedError
-from distdl_rma.layers.capture.attempt import Attempt, Captured, capture, unchanged
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State
+from distdl_rma.errors import DistdlError, UnsupportedError
+from distdl_rma.layers.capture.attempt import Attempt, Captured, record, unchanged
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, Variables
 from distdl_rma.layers.capture.program import InGraph, Kept
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
-from distdl_rma.layers.checks.model_calls import CallTrace
+from distdl_rma.layers.checks.model_calls import Calls, CallTrace
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import is_readable
 from distdl_rma.layers.ops.core.autograd import compiles, tracer
@@ -71,17 +68,28 @@ class _Kind:
     known: bool = False
     strides: list[tuple[int, ...]] | None = None
     again: bool = False
+    seconds: float = 0.0
 
 
 class Compiled:
-    """Calls of a distributed model that replay what they have recorded; see the head of this file.
+    """Calls of a step, which are replayed once their kind is known; see the head of this file.
+
+    The step is a distributed model, or a function that calls one: then ``variables`` are what it names.
 
     Invariant: all ranks have the same kinds with the same numbers, and know each of them after the same call.
     """
 
-    def __init__(self, handle: Any, model: nn.Module, fallback: bool) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        model: nn.Module,
+        function: Callable[..., Any],
+        fallback: bool,
+        variables: Variables | None = None,
+    ) -> None:
         # The ``Distributed`` of the model, whose file imports this one.
-        self._handle, self._model, self._fallback = handle, model, fallback
+        self._handle, self._model, self._function, self._fallback = handle, model, function, fallback
+        self._variables = variables
         self.kinds: list[_Kind] = []
         self._numbers = count()
         self._warned = False
@@ -94,34 +102,52 @@ class Compiled:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        model, handle = self._model, self._handle
-        if not _usual() or CALL_TRACES:
-            return model._call_impl(*args, **kwargs)
-        if self.kinds:
-            split = next((x for x in tensors_in(args, kwargs) if isinstance(x, SplitTensor)), None)
-            kind = found = None
-            try:
-                cut = (args, kwargs) if split is not None else handle.cut((args, kwargs), in_graph=True)
-                found = Given(cut, _modes())
-                kind = self._kind(found)
-            except (NotCapturedError, DistdlError):
-                # The split model tells the user.
-                pass
-            if kind is not None and kind.known and found is not None:
-                grid = handle.grid if split is None else split.partition
-                return self._replayed(kind, found, handle._calls_of(grid), tensors_in(args, kwargs))
-        forward = vars(model).get("forward", self)
-        vars(model)["forward"] = partial(self._met, forward, model.forward)
+        """Call the step; blocking, collective."""
+        handle = self._handle
+        if CALL_TRACES or not _usual():
+            return self._function(*args, **kwargs)
+        passed, found, kind, problem = tensors_in(args, kwargs), None, None, ""
+        whole = not any(isinstance(x, SplitTensor) for x in passed)
         try:
-            return model._call_impl(*args, **kwargs)
-        finally:
-            self._put_back(forward)
+            # Whole inputs of a model may have gradients, which their parts take there.
+            cuts = self._variables is None and whole
+            given = handle.cut((args, kwargs), in_graph=True) if cuts else (args, kwargs)
+            found = Given(given, _modes())
+            kind = self._kind(found)
+        except NotCapturedError as error:
+            problem = str(error)
+        except DistdlError:
+            # The split model tells the user.
+            return self._function(*args, **kwargs)
+        calls = handle.calls_with(passed)
+        if kind is not None and kind.known and found is not None:
+            return self._replayed(kind, found, calls, passed)
+        if kind is not None and kind.captured is None:
+            return self._function(*args, **kwargs)
+        which = -1 if kind is None else kind.number
+        handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
+        if kind is not None or len(self.kinds) < _MOST:
+            with self._apart(calls, trace):
+                if kind is None or kind.again:
+                    kind = self._recorded(found, problem or self._problem(), kind, trace)
+                if kind.captured is not None and found is not None:
+                    return self._compared(kind, found)
+        else:
+            calls.abandon()
+            self._warn_of_kinds()
+        return self._function(*args, **kwargs)
 
-    def _put_back(self, forward: Any) -> None:
-        vars(self._model).pop("forward", None)
-        if forward is not self:
-            vars(self._model)["forward"] = forward
+    def __repr__(self) -> str:
+        kinds = [str(kind) for kind in self.kinds]
+        return "\n".join([f"{len(kinds)} kinds of calls of {self._handle.name}", *kinds])
+
+    def _warn_of_kinds(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn_user(
+                f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
+                " attributes; calls of more kinds are not compiled, and run by the split model"
+            )
 
     def _kind(self, found: Given) -> _Kind | None:
         # The latest ones are the likely ones.
@@ -133,7 +159,7 @@ class Compiled:
     def _replayed(self, kind: _Kind, found: Given, calls: Any, passed: Sequence[torch.Tensor]) -> Any:
         plain = [x for x in passed if not isinstance(x, SplitTensor) and is_readable(x)]
         described = partial(self._described, kind, passed)
-        calls.begin((-1, kind.number), described, trace := CallTrace(), plain, self._handle._checks)
+        calls.begin((-1, kind.number), described, trace := CallTrace(), plain, self._handle.checks)
         try:
             result = _Replay(self.machine, kind.captured).run(self._learnt(kind), found.tensors)
         except Exception as error:
@@ -143,73 +169,56 @@ class Compiled:
         return result
 
     def _described(self, kind: _Kind, passed: Sequence[torch.Tensor]) -> str:
-        return f"{self._handle._described(passed, '[]')}; replays kind {kind.number} of its calls"
+        return f"{self._handle.described(passed, '[]')}; replays kind {kind.number} of its calls"
 
     def _learnt(self, kind: _Kind) -> list[torch.Tensor]:
-        return kind.state.learnt if torch.is_grad_enabled() else []
-
-    def _agree(self, what: str, words: Any) -> dict[int, Any]:
-        return gather_words(self.machine.segments, words, f"compile: {what}", self._ranks)
+        return [*kind.state.learnt.values()] if torch.is_grad_enabled() else []
 
     def agreed(self, problem: str) -> str:
         """The problem of the first rank that has one; empty if none has. Collective."""
-        found = [f"rank {rank}: {its}" for rank, its in self._agree("problems", problem).items() if its]
+        given = gather_words(self.machine.segments, problem, "compile: problems", self._ranks)
+        found = [f"rank {rank}: {its}" for rank, its in given.items() if its]
         return found[0] if found else ""
 
-    def _met(self, before: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # In place of the model's forward, for a call that is not known: the arguments are cut.
-        self._put_back(before)
-        self._ranks = self._handle.running_ranks
-        found, problem, kind = None, self._problem(), None
+    @contextmanager
+    def _apart(self, calls: Calls, trace: CallTrace) -> Iterator[None]:
+        # Context in which the model's hooks compare nothing: the step is compared as a whole.
+        self._ranks, self._handle.recorded = calls.ranks, True
+        CALL_TRACES.append(trace)
         try:
-            found = Given((args, kwargs), _modes())
-            kind = self._kind(found)
-        except NotCapturedError as error:
-            problem = problem or str(error)
-        which = -1 if kind is None else kind.number
-        if len({*map(str, self._agree("kinds", [which, len(self.kinds)]).values())}) > 1:
-            raise MismatchError(
-                f"{self._handle._name}: a call is of a kind that some ranks have recorded, and others have"
-                " not: do modules have other attributes on some ranks?"
-            )
-        if kind is None and len(self.kinds) == _MOST:
-            if not self._warned:
-                self._warned = True
-                warn_user(
-                    f"{self._handle._name}: it was called in {_MOST} ways with other shapes, types, modes or"
-                    " attributes; calls of more kinds are not compiled, and run by the split model"
-                )
-            return forward(*args, **kwargs)
-        if kind is None or kind.again:
-            kind = self._recorded(forward, found, problem, kind)
-        if kind.captured is None or found is None:
-            return forward(*args, **kwargs)
-        return self._compared(kind, forward, found)
+            yield
+        except Exception as error:
+            calls.failed(error, trace)
+            raise
+        else:
+            calls.end(trace)
+        finally:
+            CALL_TRACES.pop()
+            self._handle.recorded = False
 
     def _recorded(
-        self, forward: Callable[..., Any], found: Given | None, problem: str, kind: _Kind | None
+        self, found: Given | None, problem: str, kind: _Kind | None, trace: CallTrace
     ) -> _Kind:
-        state, captured, trace = State(self._model), None, CallTrace()
-        CALL_TRACES.append(trace)
+        state, captured, began = State(self._model, self._variables), None, time.perf_counter()
         try:
             if (problem := self.agreed(problem)) or found is None:
                 raise NotCapturedError(problem)
             strides = (kind and kind.strides) or []
-            captured = capture(self._model, forward, found, state, strides, self.agreed)
+            # A recording must not read values; the run of the split model notes plain tensors.
+            noted, trace.met = trace.met, None
+            captured = record(self._function, found, state, strides, self.agreed)
+            trace.met = noted
         except NotCapturedError as error:
             self._refuse(str(error))
-        finally:
-            CALL_TRACES.pop()
-        if len({*self._agree("functions", trace.number).values()}) > 1:
-            raise MismatchError(f"{self._handle._name}: the ranks have recorded different functions")
         if kind is None:
             facts = None if found is None else found.facts
             self.kinds.append(kind := _Kind(next(self._numbers), facts, state, None))
         kind.state, kind.captured, kind.again = state, captured, False
+        kind.seconds += time.perf_counter() - began
         return kind
 
     def _refuse(self, why: str) -> None:
-        text = f"{self._handle._name}: compile: a call cannot be replayed: {why}"
+        text = f"{self._handle.name}: compile: a call cannot be replayed: {why}"
         if not self._fallback:
             raise UnsupportedError(f"{text}; {_ADVICE}")
         warn_user(f"{text}; calls of this kind are run by the split model")
@@ -232,14 +241,14 @@ class Compiled:
                 return f"module {path!r} is not on the CPU"
         return ""
 
-    def _compared(self, kind: _Kind, forward: Callable[..., Any], found: Given) -> Any:
+    def _compared(self, kind: _Kind, found: Given) -> Any:
         # The split model's results, once they are those of a replay, too.
         replay, state = _Replay(self.machine, kind.captured), kind.state
         with unchanged(state.fixed.values()), torch.no_grad():
             outputs, kept = replay.program.forward(found.tensors)
             buffers = [x.clone() for x in state.fixed.values()]
             drawn = torch.get_rng_state()
-        attempt = Attempt(self._model, forward, found, found.tensors, {})
+        attempt = Attempt(self._function, found, state, found.tensors, {})
         results = [x.detach() for x in attempt.results]
         names = [*map("result {}".format, range(len(results))), *state.fixed]
         different = _first_different(names, [*outputs, *buffers], [*results, *state.fixed.values()])
@@ -324,7 +333,7 @@ class _Comparison:
         true = self._attempt.gradients(given if compares else passed)
         # The engine of the inner graph has a number of its own.
         note_reached_split()
-        names = [f"the gradient of {name!r}" for name in kind.state.names]
+        names = [f"the gradient of {name!r}" for name in kind.state.learnt]
         names += [f"the gradient of input {at}" for at in range(len(true) - len(names))]
         if compares and not kind.again:
             kind.known = not owner.is_different(kind, _first_different(names, found, true))

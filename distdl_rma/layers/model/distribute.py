@@ -116,11 +116,13 @@ class Distributed:
 
     def __init__(self, model: nn.Module, machine: Machine, grid: Grid, options: dict[str, Any]) -> None:
         self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
-        self._checks = bool(options["check_copies"])
+        self.checks = bool(options["check_copies"])
         self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
-        self._unfollow = LOSS_ORIGIN.begin(machine, self) if self._checks else None
+        # Whether calls are recorded, or run beside a replay: a ``Compiled`` compares them.
+        self.recorded = False
+        self._unfollow = LOSS_ORIGIN.begin(machine, self) if self.checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
-        self._name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
+        self.name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
         self._root = self._hook("", model)
         self._handles = [
@@ -189,7 +191,7 @@ class Distributed:
             # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
             # what they noted.
             twin._unfollow = LOSS_ORIGIN.follow_for(twin)
-        twin._name, twin._copies = f"{self._name} (copy {next(self._copies)})", count(1)
+        twin._name, twin._copies = f"{self.name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
         twin._handles = copy.deepcopy(self._handles, memo)
@@ -200,8 +202,8 @@ class Distributed:
     def owner(self) -> Owner:
         """Texts about this model for messages of its ``GradientSync``."""
         return Owner(
-            self._name,
-            f"{self._name}; model.distributed.close() first",
+            self.name,
+            f"{self.name}; model.distributed.close() first",
             "model.distributed.close() and distribute() the model again, on all ranks",
             "after a call of the model had begun; change it before",
         )
@@ -214,7 +216,7 @@ class Distributed:
         """
         if not self._synchronises:
             raise ConfigurationError(
-                f"{self._name}: with reduction='none' it sums no gradients; DistributedDataParallel and"
+                f"{self.name}: with reduction='none' it sums no gradients; DistributedDataParallel and"
                 " fully_shard have a no_sync() of their own"
             )
         if self._sync is None:
@@ -237,11 +239,11 @@ class Distributed:
     @contextmanager
     def unchecked(self) -> Iterator[None]:
         """Context in which ranks do not compare replicas and arguments; entered on all ranks."""
-        before, self._checks = self._checks, False
+        before, self.checks = self.checks, False
         try:
             yield
         finally:
-            self._checks = before
+            self.checks = before
 
     def compile(self, backend: str = "replay", *, fallback: bool = False) -> None:
         """Replay calls of the model that are of a known kind, without the rules of its functions; local.
@@ -268,17 +270,11 @@ class Distributed:
         """
         if backend != "replay" or not isinstance(fallback, bool):
             raise ConfigurationError(
-                f"{self._name}: compile: the backend is 'replay', and fallback True or False, got {backend!r}"
+                f"{self.name}: compile: the backend is 'replay', and fallback True or False, got {backend!r}"
                 f" and {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"
             )
         if (model := self._model()) is not None:
-            model._compiled_call_impl = Compiled(self, model, fallback)
-
-    @property
-    def running_ranks(self) -> tuple[int, ...]:
-        """Those that take part in the call that is running."""
-        calls = self._running[-1].calls
-        return self.machine.ranks if calls is None else calls.ranks
+            model._compiled_call_impl = self.captured = Compiled(self, model, model._call_impl, fallback)
 
     def close(self) -> None:
         """Turn the model back into one for plain tensors; local, idempotent.
@@ -324,7 +320,7 @@ class Distributed:
             partition = self.partition(dims)
             problem = problem_with(x, f"an input of shape {tuple(x.shape)}")
             if problem:
-                raise ShapeError(f"{self._name}: {problem}")
+                raise ShapeError(f"{self.name}: {problem}")
             if first is not None and x.device != first.device:
                 raise ShapeError(self._elsewhere(x, first.device))
             if not x.is_cpu:
@@ -339,7 +335,7 @@ class Distributed:
 
     def _elsewhere(self, x: torch.Tensor, device: torch.device) -> str:
         return (
-            f"{self._name}: an input of shape {tuple(x.shape)} is on {x.device}, but the model is on {device}"
+            f"{self.name}: an input of shape {tuple(x.shape)} is on {x.device}, but the model is on {device}"
             "; move one of them by .to()"
         )
 
@@ -353,36 +349,29 @@ class Distributed:
     def _enter(self, _model: nn.Module, args: Any, kwargs: Any) -> Any:
         if other := thread_inside():
             raise ProtocolError(
-                f"{self._name}: called while thread {other!r} is in a call of a distributed model; what the"
+                f"{self.name}: called while thread {other!r} is in a call of a distributed model; what the"
                 " ranks do in turn is of one thread at a time"
             )
-        while self._running:
-            # A call that ended without its hook, as by an interrupt.
-            self._leave_trace()
-        CALL_TRACES.append(trace := CallTrace())
-        self._running.append(running := _Running(sys.exc_info()[1], torch.get_rng_state()))
         given = tensors_in(args, kwargs)
         split = [x for x in given if isinstance(x, SplitTensor)]
         dims = self._cut_dims(given)
         whole = [x for x in given if not split and x.dim() == dims]
-        running.calls = calls = self._calls_of(split[0].partition if split else self.grid)
-        plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
-        self._notice_changes()
-        facts = *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
-        running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
-        # Plain inputs are whole. Sparse ones are not compared.
-        alike = [x for x in running.plain if is_readable(x)]
-        calls.begin(facts, partial(self._described, given, plain), trace, alike, self._checks)
-        if self._change and self._sync is not None:
-            # The call's beginning compared the change, so all ranks have it.
-            self._sync.register(self._model())
-        self._change = ""
+        running = _Running(sys.exc_info()[1], torch.get_rng_state())
+        if not self.recorded:
+            while self._running:
+                # A call that ended without its hook, as by an interrupt.
+                self._leave_trace()
+            CALL_TRACES.append(trace := CallTrace())
+            self._running.append(running)
+            running.calls = self.calls_with(given)
+            running.plain = [x for x in given if type(x) in (torch.Tensor, nn.Parameter)]
+            if self.begin(running.calls, given, (args, kwargs), trace):
+                # Begins the outermost module again, whose hook may have changed.
+                site.pop_module()
+                self._root(_model, ())
         for x in split:
             if (first := self._first) is not None and x._local.device != first.device:
                 raise ShapeError(self._elsewhere(x, first.device))
-        if torch.is_grad_enabled() and self._synchronises:
-            # A copy of a model makes its GradientSync here: all ranks are in the call.
-            _ = self.sync
         if not whole:
             if not split:
                 self._check_missed(given, args, kwargs)
@@ -390,9 +379,32 @@ class Distributed:
         running.inputs = self._inputs((args, kwargs), in_graph=True)
         return running.inputs.arguments
 
+    def begin(
+        self, calls: Calls, given: Sequence[torch.Tensor], arguments: Any, trace: CallTrace, *more: int
+    ) -> bool:
+        """Compare a call with those of the other ranks; whether the hooks of modules are new; collective.
+
+        ``more`` are further numbers that must be equal on all ranks.
+        """
+        args, kwargs = arguments
+        plain = repr([*filter(_is_plain, args), *((k, v) for k, v in kwargs.items() if _is_plain(v))])
+        changed = self._notice_changes()
+        facts = *more, *self._facts(given), len(args), crc32(plain.encode()), bool(self._change)
+        # Plain inputs are whole. Sparse ones are not compared.
+        alike = [x for x in given if type(x) in (torch.Tensor, nn.Parameter) and is_readable(x)]
+        calls.begin(facts, partial(self.described, given, plain), trace, alike, self.checks)
+        if self._change and self._sync is not None:
+            # The call's beginning compared the change, so all ranks have it.
+            self._sync.register(self._model())
+        self._change = ""
+        if torch.is_grad_enabled() and self._synchronises:
+            # A copy of a model makes its GradientSync here: all ranks are in the call.
+            _ = self.sync
+        return changed
+
     @uncompiled
     def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        if not self._running or thread_inside():
+        if self.recorded or not self._running or thread_inside():
             return
         call, trace = self._leave_trace()
         # This hook also runs when the forward raises.
@@ -423,34 +435,35 @@ class Distributed:
     def _check_missed(self, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
         # Nothing was cut: raises if an input was probably meant to be.
         if any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
-            raise ArgumentError(f"{self._name}: takes tensors, got a numpy array; pass torch.from_numpy(x)")
+            raise ArgumentError(f"{self.name}: takes tensors, got a numpy array; pass torch.from_numpy(x)")
         dims = self.grid.dim if isinstance(self.grid, Partition) else 0
         for x in given:
             if x.dim() == dims - 1 and x.is_floating_point():
                 raise ShapeError(
-                    f"{self._name}: an input of shape {tuple(x.shape)} has {dims - 1} dimensions, the grid"
+                    f"{self.name}: an input of shape {tuple(x.shape)} has {dims - 1} dimensions, the grid"
                     f" cuts tensors of {dims}; is the batch dimension missing? x.unsqueeze(0) is a batch of"
                     " one"
                 )
 
-    def _notice_changes(self) -> None:
+    def _notice_changes(self) -> bool:
         # Replaced modules, unfrozen parameters, other dtypes: includes them in hooks and comparisons.
         change = "" if self._watch is None else self._watch.later_change()
         model = self._model()
         if model is None or (self._watch is not None and not change):
-            return
+            return False
         self._look(model)
         for replicas in self._replicas:
             replicas.forget()
         self._change = change
-        # Begins the outermost module again, whose hook may have changed.
-        site.pop_module()
-        self._root(model, ())
+        return True
 
     def _leave_trace(self) -> tuple[_Running, CallTrace]:
         return self._running.pop(), CALL_TRACES.pop() or CallTrace()
 
-    def _calls_of(self, grid: Grid) -> Calls:
+    def calls_with(self, given: Sequence[torch.Tensor]) -> Calls:
+        """Comparisons of calls with these arguments, among the ranks that have parts of them."""
+        split = next((x for x in given if isinstance(x, SplitTensor)), None)
+        grid = self.grid if split is None else split.partition
         ranks = grid.ranks if isinstance(grid, Partition) else self.machine.ranks
         found = self._calls.get(ranks)
         if found is None:
@@ -459,7 +472,7 @@ class Distributed:
                 # Otherwise whatever sums the gradients of replicas compares these.
                 self._replicas.append(ReplicaSampler(self._model, self.machine, ranks))
                 checks.insert(0, self._replicas[-1])
-            found = self._calls[ranks] = Calls(self.machine, ranks, self._name, checks)
+            found = self._calls[ranks] = Calls(self.machine, ranks, self.name, checks)
         return found
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
@@ -481,7 +494,7 @@ class Distributed:
                 facts += [hash(split) for split in layout.splits]
         return tuple(facts)
 
-    def _described(self, given: Sequence[torch.Tensor], plain: str) -> str:
+    def described(self, given: Sequence[torch.Tensor], plain: str) -> str:
         grad, inference, autocast = _modes()
         parts = self._parts()
         mode = parts[0][1].training
