@@ -3,7 +3,8 @@
 ``mpiexec -n 2 python -m mpi4py -m benchmarks.compiled``
 
 Forward, loss and backward with the sums of gradients, by turns; medians of the slower rank. The bare half is
-the model alone on half of the image, on both ranks at once. The loss is not in the replay.
+the model alone on half of the image, on both ranks at once. ``replay`` has the model in the replay, ``step``
+also its loss.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import distribute, shard
+from distdl_rma import capture, distribute, shard
 
 
 def block() -> nn.Module:
@@ -50,25 +51,27 @@ def measure(name: str) -> dict[str, float]:
     make, into, out, side, samples, steps = CASES[name]
     torch.manual_seed(1)
     alone = make()
-    made: list[Any] = [distribute(copy.deepcopy(alone), {"H": -1}) for _ in range(2)]
-    split, compiled = made
+    made: list[Any] = [distribute(copy.deepcopy(alone), {"H": -1}) for _ in range(3)]
+    split, compiled, of_step = made
     compiled.compile()
+    step = capture(lambda x, target: F.mse_loss(of_step(x), target))
     whole = torch.rand(1, into, side, side), torch.rand(1, out, side, side)
     blocks = tuple(shard({"H": -1}, x) for x in whole)
     half = tuple(x[:, :, : side // 2].contiguous() for x in whole)
-    variants: dict[str, Any] = {
-        "today": (split, *blocks),
-        "replay": (compiled, *blocks),
-        "bare": (alone, *half),
+    variants: dict[str, tuple[nn.Module, Callable[..., torch.Tensor], Any]] = {
+        "split": (split, lambda x, target: F.mse_loss(split(x), target), blocks),
+        "replay": (compiled, lambda x, target: F.mse_loss(compiled(x), target), blocks),
+        "step": (of_step, step, blocks),
+        "bare": (alone, lambda x, target: F.mse_loss(alone(x), target), half),
     }
     seconds: dict[str, list[float]] = {each: [] for each in variants}
     for at in range(samples):
-        for each, (model, x, target) in variants.items():
+        for each, (model, function, given) in variants.items():
             MPI.COMM_WORLD.Barrier()
             began = time.perf_counter()
             for _ in range(steps):
                 model.zero_grad()
-                F.mse_loss(model(x), target).backward()
+                function(*given).backward()
             if at > 1:
                 seconds[each].append(time.perf_counter() - began)
     found = {each: 1e6 * statistics.median(all_of) / steps for each, all_of in seconds.items()}

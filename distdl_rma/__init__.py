@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from distdl_rma.jobs.out_of_core.predict import predict as predict
     from distdl_rma.jobs.out_of_core.spill import spill as spill
     from distdl_rma.layers.model.compare import compare as compare
+    from distdl_rma.layers.model.compiled import capture as capture
     from distdl_rma.layers.model.distribute import distribute as distribute
     from distdl_rma.layers.model.report import report as report
     from distdl_rma.layers.ops.core.tensors import zero_volume_tensor as zero_volume_tensor
@@ -78,6 +79,7 @@ _NAMES = {
     "jobs.out_of_core.predict": "Predictor plan_prediction predict",
     "jobs.out_of_core.spill": "spill",
     "layers.model.compare": "compare",
+    "layers.model.compiled": "capture",
     "layers.model.distribute": "distribute",
     "layers.model.report": "report",
     "layers.ops.core.tensors": "zero_volume_tensor",

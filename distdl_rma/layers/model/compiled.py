@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from distdl_rma.errors import DistdlError, UnsupportedError
+from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
 from distdl_rma.layers.capture.attempt import Attempt, Captured, record, unchanged
 from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, Variables
 from distdl_rma.layers.capture.program import InGraph, Kept
@@ -371,3 +371,52 @@ def _usual() -> bool:
 
 def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+
+
+def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
+    """Replay calls of a function that calls a distributed model, as ``model.compile()`` does of a model.
+
+    With a loss in the function, its rule and its sum over the ranks are replayed, too. The function may read
+    other variables: of its closure, globals that it names, attributes of its object; if one of them is
+    another object, or another number or text, the call is of another kind. It must not change them, and
+    returns split tensors. ``docs/compile.md`` says what else is refused. Local; calls of the result are
+    collective and blocking.
+
+    Parameters
+    ----------
+    step
+        A function or a method that names one distributed model. Whole tensors among its arguments may not
+        require gradients.
+    fallback
+        What happens to calls that cannot be replayed: ``UnsupportedError`` on all ranks, or, if true, a
+        warning, and the function is called as it is.
+
+    Examples
+    --------
+    >>> model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    >>> step = capture(lambda x, target: (model(x) - target).square().mean())
+    >>> for _ in range(3):  # the last one is a replay
+    ...     step(torch.rand(1, 1, 8, 8), torch.zeros(1, 1, 8, 8)).backward()
+    """
+    if not hasattr(getattr(step, "__func__", step), "__code__") or not isinstance(fallback, bool):
+        raise ConfigurationError(
+            f"capture: takes a function or a method, and fallback True or False, got {step!r} and"
+            f" {fallback!r}; a model has compile()"
+        )
+    variables = Variables(step)
+    found = {id(handle): (handle, model) for handle, model in _distributed(variables.read())}
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"capture: {getattr(step, '__qualname__', step)} must name one distributed model, and names"
+            f" {len(found)}; let its closure, a global or an attribute of its object be distribute(model)"
+        )
+    ((handle, model),) = found.values()
+    return Compiled(handle, model, step, fallback, variables)
+
+
+def _distributed(variables: dict[str, Any]) -> Iterator[tuple[Any, nn.Module]]:
+    # Distributed models, and those inside of other modules.
+    for root in variables.values():
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            if "distributed" in vars(module):
+                yield vars(module)["distributed"], module
