@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, is_plain, split_like
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, is_plain, restored, split_like
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
@@ -57,10 +57,12 @@ class Attempt:
             for each in tables:
                 each.update({key: learnt.get(id(p), p) for key, p in each.items()})
             args, kwargs = given.rebuilt(blocks)
-            leaves, self._spec = tree_flatten(function(*args, **kwargs))
+            found = function(*args, **kwargs)
         finally:
             for each, old in zip(tables, before, strict=True):
                 each.update(old)
+        leaves, form = tree_flatten(found)
+        self._form = None if isinstance(found, torch.Tensor) else form
         # What the model returned, and of tensors among it, the blocks.
         self._leaves = leaves
         tensors_of = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -71,7 +73,7 @@ class Attempt:
         """What the model returned, with other blocks and plain tensors."""
         others = iter(tensors)
         leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return restored(leaves, self._form)
 
     def forget(self) -> None:
         """Keep the form of what the model returned only, and no tensor of the call."""

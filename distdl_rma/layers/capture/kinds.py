@@ -53,7 +53,7 @@ class Given:
     """
 
     def __init__(self, arguments: Any, modes: Any) -> None:
-        self._leaves, self._spec = tree_flatten(arguments)
+        self._leaves, self._spec = flattened(arguments)
         self.tensors: list[torch.Tensor] = []
         self.facts = modes, self._spec, [*map(self._fact, self._leaves)]
 
@@ -61,7 +61,7 @@ class Given:
         """The arguments with other blocks, and other plain tensors."""
         others = iter(tensors)
         leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
-        return tree_unflatten(leaves, self._spec)
+        return restored(leaves, self._spec)
 
     def _fact(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -77,6 +77,21 @@ class Given:
         self.tensors.append(block)
         layout = (x._layout, x._strides) if isinstance(x, SplitTensor) else x.device
         return layout, *_of_tensor(block), block.stride(), block.storage_offset()
+
+
+def flattened(arguments: Any) -> tuple[list[Any], Any]:
+    """Leaves of ``(args, kwargs)``, and their form; the usual call, of tensors by place, in few calls."""
+    args, kwargs = arguments
+    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+        return [*args], len(args)
+    return tree_flatten(arguments)
+
+
+def restored(leaves: list[Any], form: Any) -> Any:
+    """The arguments, or a result, of which ``flattened`` gave the form; a form None is that of one leaf."""
+    if form is None:
+        return leaves[0]
+    return (leaves, {}) if isinstance(form, int) else tree_unflatten(leaves, form)
 
 
 def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -128,6 +143,7 @@ class State:
         roots = {"": model} if variables is None else {"": model, **variables.read()}
         for name, root in roots.items():
             self._look(name, root)
+        self._contents = [each.values() if isinstance(each, dict) else each for each in self.holders]
         self.then = self.held()
         parts = [(name, root) for name, root in roots.items() if isinstance(root, nn.Module)]
         learnt = [each for name, root in parts for each in root.named_parameters(name)]
@@ -159,9 +175,7 @@ class State:
 
     def held(self) -> list[Any]:
         """All that the modules hold now."""
-        found: list[Any] = []
-        for each in self.holders:
-            found += each.values() if isinstance(each, dict) else each
+        found = [*chain.from_iterable(self._contents)]
         return found if self._variables is None else [*found, *self._variables.read().values()]
 
     def of_tensors(self) -> list[Any]:
