@@ -13,7 +13,7 @@ as a global variable or an attribute of an object that is no module, is not seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -103,11 +103,19 @@ def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The user's hooks before and after the forward of a module."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    return [each for each in hooks if not str(each.__module__).startswith("distdl_rma.")]
+
+
 class Variables:
     """What a function reads beside its arguments: of closures, globals that it names, and of its object."""
 
     def __init__(self, function: Any) -> None:
         inner = getattr(function, "__func__", function)
+        if not hasattr(inner, "__code__"):
+            raise NotCapturedError(f"{function!r} is no function or method")
         code, owner = inner.__code__, getattr(function, "__self__", None)
         self._cells = dict(zip(code.co_freevars, inner.__closure__ or (), strict=True))
         tables = inner.__globals__, {} if owner is None or isinstance(owner, nn.Module) else vars(owner)
@@ -132,15 +140,18 @@ class Variables:
 class State:
     """What the modules of a step hold, in their own lists and dicts, which are read again in each call.
 
-    ``variables`` is None if the step is a model.
+    ``step`` is a function that calls the model, None for the model itself.
     """
 
-    def __init__(self, model: nn.Module, variables: Variables | None = None) -> None:
+    def __init__(self, model: nn.Module, step: Callable[..., Any] | None = None) -> None:
         self.holders: list[Any] = []
         self.paths: list[str] = []
         self.modules: list[nn.Module] = []
-        self._variables = variables
-        roots = {"": model} if variables is None else {"": model, **variables.read()}
+        self._variables = [Variables(each) for each in ([] if step is None else [step])]
+        self._variables += [Variables(hook) for part in model.modules() for hook in hooks_of(part)]
+        roots = {"": model}
+        for each in self._variables:
+            roots |= each.read()
         for name, root in roots.items():
             self._look(name, root)
         self._contents = [each.values() if isinstance(each, dict) else each for each in self.holders]
@@ -176,7 +187,9 @@ class State:
     def held(self) -> list[Any]:
         """All that the modules hold now."""
         found = [*chain.from_iterable(self._contents)]
-        return found if self._variables is None else [*found, *self._variables.read().values()]
+        for each in self._variables:
+            found += each.read().values()
+        return found
 
     def of_tensors(self) -> list[Any]:
         """What the tensors are now, but for their values."""
@@ -191,21 +204,20 @@ class State:
 
     def copy(self) -> list[Any]:
         """The contents of all lists and dicts, and the variables, for ``restore``."""
-        variables = {} if self._variables is None else self._variables.read()
-        return [*[each.copy() for each in self.holders], variables]
+        return [*[each.copy() for each in self.holders], *[each.read() for each in self._variables]]
 
     def restore(self, before: list[Any]) -> str:
         """Put contents back; name the first attribute or variable that had other ones, empty if none had."""
-        changed, (*contents, variables) = "", before
-        for path, each, old in zip(self.paths, self.holders, contents, strict=True):
+        changed, count = "", len(self.holders)
+        for path, each, old in zip(self.paths, self.holders, before[:count], strict=True):
             name = _first_change(each, old)
             if name is not None:
                 changed = changed or ".".join(part for part in (path, name) if part)
                 each.clear()
                 each.extend(old) if isinstance(each, list) else each.update(old)
-        if self._variables is not None:
-            changed = changed or _first_change(self._variables.read(), variables) or ""
-            self._variables.write(variables)
+        for variables, old in zip(self._variables, before[count:], strict=True):
+            changed = changed or _first_change(variables.read(), old) or ""
+            variables.write(old)
         return changed
 
 

@@ -110,8 +110,7 @@ class Program:
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
         # The text has nothing but numbered names and numbers.
-        self.text = getattr(self, "text", "") + (text := "\n".join([*lines, f" return {end}"]))
-        exec(compile(text, "<replay>", "exec"), names)
+        exec(compile("\n".join([*lines, f" return {end}"]), "<replay>", "exec"), names)
         function: Callable[..., Any] = names.pop("function")
         return function
 

@@ -70,11 +70,20 @@ class _Kind:
     again: bool = False
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        if self.captured is None:
+            return f"{self.number}: runs by the split model"
+        program, state = self.captured.program, "is replayed" if self.known else "is not compared yet"
+        return (
+            f"{self.number}: {program.steps} steps, {program.operations} of them exchange data; recorded in"
+            f" {self.seconds:.2f} s, {state}"
+        )
+
 
 class Compiled:
     """Calls of a step, which are replayed once their kind is known; see the head of this file.
 
-    The step is a distributed model, or a function that calls one: then ``variables`` are what it names.
+    The step is a distributed model, or a function that calls one.
 
     Invariant: all ranks have the same kinds with the same numbers, and know each of them after the same call.
     """
@@ -83,13 +92,12 @@ class Compiled:
         self,
         handle: Any,
         model: nn.Module,
-        function: Callable[..., Any],
         fallback: bool,
-        variables: Variables | None = None,
+        step: Callable[..., Any] | None = None,
     ) -> None:
         # The ``Distributed`` of the model, whose file imports this one.
-        self._handle, self._model, self._function, self._fallback = handle, model, function, fallback
-        self._variables = variables
+        self._handle, self._model, self._fallback, self._step = handle, model, fallback, step
+        self._function: Callable[..., Any] = step or model._call_impl
         self.kinds: list[_Kind] = []
         self._numbers = count()
         self._warned = False
@@ -110,7 +118,7 @@ class Compiled:
         whole = not any(isinstance(x, SplitTensor) for x in passed)
         try:
             # Whole inputs of a model may have gradients, which their parts take there.
-            cuts = self._variables is None and whole
+            cuts = self._step is None and whole
             given = handle.cut((args, kwargs), in_graph=True) if cuts else (args, kwargs)
             found = Given(given, _modes())
             kind = self._kind(found)
@@ -199,7 +207,11 @@ class Compiled:
     def _recorded(
         self, found: Given | None, problem: str, kind: _Kind | None, trace: CallTrace
     ) -> _Kind:
-        state, captured, began = State(self._model, self._variables), None, time.perf_counter()
+        captured, began = None, time.perf_counter()
+        try:
+            state = State(self._model, self._step)
+        except NotCapturedError as error:
+            state, problem = State(nn.Module()), str(error)
         try:
             if (problem := self.agreed(problem)) or found is None:
                 raise NotCapturedError(problem)
@@ -211,8 +223,9 @@ class Compiled:
         except NotCapturedError as error:
             self._refuse(str(error))
         if kind is None:
-            facts = None if found is None else found.facts
-            self.kinds.append(kind := _Kind(next(self._numbers), facts, state, None))
+            kind = _Kind(next(self._numbers), found and found.facts, state, None)
+            # Arguments that have no description are refused in each call.
+            self.kinds += [kind] if found is not None else []
         kind.state, kind.captured, kind.again = state, captured, False
         kind.seconds += time.perf_counter() - began
         return kind
@@ -225,16 +238,9 @@ class Compiled:
 
     def _problem(self) -> str:
         # What no recording would show.
-        if torch.is_autocast_enabled("cpu"):
-            return "autocast is on"
         for path, module in self._model.named_modules():
-            of_user = len(module._forward_pre_hooks), len(module._forward_hooks)
-            if (
-                of_user != ((1, 1) if path else (3, 2))
-                or module._backward_hooks
-                or module._backward_pre_hooks
-            ):
-                return f"module {path or 'model'!r} has hooks of the user's"
+            if module._backward_hooks or module._backward_pre_hooks:
+                return f"module {path or 'model'!r} has backward hooks"
             if isinstance(module, DistributedLayer):
                 return f"module {path!r} is a layer whose ranks agree on shapes in each call"
             if any(not x.is_cpu for x in module._parameters.values() if x is not None):
@@ -370,7 +376,8 @@ def _usual() -> bool:
 
 
 def _modes() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    return torch.is_grad_enabled(), autocast, torch.get_default_dtype()
 
 
 def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
@@ -403,15 +410,14 @@ def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
             f"capture: takes a function or a method, and fallback True or False, got {step!r} and"
             f" {fallback!r}; a model has compile()"
         )
-    variables = Variables(step)
-    found = {id(handle): (handle, model) for handle, model in _distributed(variables.read())}
+    found = {id(handle): (handle, model) for handle, model in _distributed(Variables(step).read())}
     if len(found) != 1:
         raise ConfigurationError(
             f"capture: {getattr(step, '__qualname__', step)} must name one distributed model, and names"
             f" {len(found)}; let its closure, a global or an attribute of its object be distribute(model)"
         )
     ((handle, model),) = found.values()
-    return Compiled(handle, model, step, fallback, variables)
+    return Compiled(handle, model, fallback, step)
 
 
 def _distributed(variables: dict[str, Any]) -> Iterator[tuple[Any, nn.Module]]:

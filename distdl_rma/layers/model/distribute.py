@@ -274,7 +274,7 @@ class Distributed:
                 f" and {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"
             )
         if (model := self._model()) is not None:
-            model._compiled_call_impl = self.captured = Compiled(self, model, model._call_impl, fallback)
+            model._compiled_call_impl = self.captured = Compiled(self, model, fallback)
 
     def close(self) -> None:
         """Turn the model back into one for plain tensors; local, idempotent.

@@ -15,6 +15,7 @@ from distdl_rma import (
     ConfigurationError,
     MismatchError,
     UnsupportedError,
+    capture,
     distribute,
     shard,
 )
@@ -46,8 +47,8 @@ def alike(one, other):
 class Pair:
     """Two copies of a model, of which one is compiled, and an optimizer for each."""
 
-    def __init__(self, model, grid, **options):
-        self.models = [distribute(copy.deepcopy(model), grid) for _ in range(2)]
+    def __init__(self, model, grid=None, **options):
+        self.models = [distribute(copy.deepcopy(model), grid or {"H": -1}) for _ in range(2)]
         self.models[1].compile(**options)
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in self.models]
 
@@ -339,8 +340,14 @@ def test_hooks_modes_and_options(P_world, comm):
     with pytest.raises(ConfigurationError, match="'replay'"):
         model.compile(backend="inductor")
     model.compile()
-    handle = model[2].register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedError, match="hooks of the user"):
+    seen = []
+    handle = model[2].register_forward_hook(lambda module, args, y: seen.append(y))
+    with pytest.raises(UnsupportedError, match="changes 'seen'"):
+        model(x)
+    assert seen == []
+    handle.remove()
+    handle = model[2].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="has backward hooks"):
         model(x)
     handle.remove()
     # Virtual ranks share such hooks.
@@ -351,8 +358,6 @@ def test_hooks_modes_and_options(P_world, comm):
     handle.remove()
     comm.Barrier()
     assert kinds(model) == []
-    with torch.autocast("cpu"), pytest.raises(UnsupportedError, match="autocast"):
-        model(x)
     for _ in range(3):
         square(model(x)).backward()
     with pytest.raises(UnsupportedError, match="create_graph"):
@@ -371,6 +376,76 @@ def test_hooks_modes_and_options(P_world, comm):
     for each in (model, twin):
         each.distributed.close()
     assert "compile" not in vars(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_hooks(P_world, dtype):
+    factor = [0.5]
+    torch.manual_seed(3)
+    with Pair(nn.Sequential(convs(2, nn.BatchNorm2d(4)), nn.Softmax(1)), {"H": -1}) as pair:
+        for model in pair.models:
+            model[0][0].register_forward_hook(lambda module, args, y: y * factor[0])
+            model[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        for half in (False, True, False):
+            with torch.autocast("cpu", dtype, enabled=half):
+                pair.train(lambda: torch.rand(2, 1, 9, 8), lambda y: square(y.float()), 3)
+        assert kinds(pair.models[1]) == [True] * 2
+        factor[0] = 0.25
+        pair.train(lambda: torch.rand(2, 1, 9, 8))
+        assert kinds(pair.models[1]) == [True] * 3
+
+
+class Trainer:
+    """An object with a step."""
+
+    def __init__(self, model):
+        self.model, self.loss, self.weight, self.steps = model, nn.CrossEntropyLoss(), 1.0, 0
+
+    def step(self, x, target):
+        return self.loss(self.model(x), target) * self.weight + 1e-3 * self.model[0].weight.square().sum()
+
+    def counts(self, x):
+        self.steps += 1
+        return self.model(x).mean()
+
+
+def test_a_step_with_its_loss(P_world):
+    torch.manual_seed(3)
+    with Pair(convs(2, nn.BatchNorm2d(4))) as pair:
+        pair.models[1]._compiled_call_impl = None
+        trainers = [Trainer(model) for model in pair.models]
+        captured = capture(trainers[1].step)
+        for at in range(6):
+            for trainer in trainers:
+                trainer.weight = 1.0 if at < 4 else 0.5
+            torch.manual_seed(at)
+            x, target = torch.rand(2, 1, 11, 8), torch.randint(2, (2, 11, 8))
+
+            def step(model, optimizer, x=x, target=target):
+                optimizer.zero_grad()
+                which = pair.models.index(model)
+                loss = (captured if which else trainers[0].step)(x, target)
+                loss.backward()
+                optimizer.step()
+                return loss.full_tensor()
+
+            pair.both(step)
+        assert [kind.known for kind in captured.kinds] == [True] * 2
+        assert "2 kinds of calls of Sequential" in str(captured)
+        assert "steps" in str(captured)
+        with pytest.raises(UnsupportedError, match="changes 'steps'"):
+            capture(trainers[1].counts)(x)
+        assert trainers[1].steps == 0
+
+
+@pytest.mark.sizes(2)
+def test_what_is_no_step(P_world):
+    one, other = (distribute(nn.Conv2d(1, 1, 1), {"H": -1}) for _ in range(2))
+    for step in (one, lambda x: x, lambda x: one(x) + other(x), None):
+        with pytest.raises(ConfigurationError, match="capture: "):
+            capture(step)
+    for model in (one, other):
+        model.distributed.close()
 
 
 @pytest.mark.sizes(2)
