@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first_derivative
 
 # Gathers the numbers that ranks sharing rows have for these rows.
 Gathered = Callable[[torch.Tensor], torch.Tensor]
@@ -108,6 +108,7 @@ def class_terms(
     return terms
 
 
+@as_step
 def _check_targets(
     function: Any, row: torch.Tensor, target: torch.Tensor, weight: Weight, given: Mapping[str, Any]
 ) -> None:

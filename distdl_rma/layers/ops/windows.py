@@ -36,7 +36,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import ReadersSplit, Stencil, TableWindow, Window, WindowSplit
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.autograd import RECORDINGS
+from distdl_rma.layers.ops.core.autograd import RECORDINGS, as_step
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.operation import GatherComputeScatter
 from distdl_rma.layers.ops.core.order import outputs_of
@@ -401,11 +401,12 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
 def _has_infinite(y: torch.Tensor) -> bool:
     # A replay has no branch, and so cannot go the other way.
     if RECORDINGS and RECORDINGS[-1].notes:
-        RECORDINGS[-1].called(_refuse_infinite, y)
+        _refuse_infinite(y)
         return False
     return bool(y.isneginf().any())
 
 
+@as_step
 def _refuse_infinite(y: torch.Tensor) -> None:
     if _has_infinite(y):
         raise UnsupportedError(

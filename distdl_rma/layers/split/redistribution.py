@@ -33,7 +33,7 @@ from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.arithmetic import reduction_dtype
 from distdl_rma.layers.dtypes import sum_dtype
-from distdl_rma.layers.ops.core.autograd import RECORDINGS, OperatorFunction, first_derivative
+from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first_derivative
 from distdl_rma.layers.ops.core.order import reduction_of
 from distdl_rma.layers.ops.core.staged import Moves, movement_between
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
@@ -42,15 +42,13 @@ from distdl_rma.layers.split.calls.site import Site, may_move
 from distdl_rma.layers.staging import down, up
 
 
+@as_step
 def reduced(
     site: Site, x: torch.Tensor, ranks: Sequence[int], op: str = "sum", what: str = ""
 ) -> torch.Tensor:
     """Reduction of a local tensor over some ranks, outside of autograd; blocking, equal on all of them."""
     if len(ranks) == 1 or not x.numel():
         return x.detach().clone()
-    if RECORDINGS and RECORDINGS[-1].notes:
-        noted: torch.Tensor = RECORDINGS[-1].called(reduced, site, x, ranks, op, what)
-        return noted
     wide = sum_dtype(x.dtype)
 
     key, some, name = (op, what, ranks, x.shape, wide), tuple(ranks), f"{site.name} ({what or op})"

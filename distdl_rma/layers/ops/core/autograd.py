@@ -137,6 +137,19 @@ class OperatorFunction(torch.autograd.Function):
         return plain.apply(*args)
 
 
+def as_step(function: Callable[Q, R]) -> Callable[Q, R]:
+    """Function that is one step of a recording, whatever it does; it may read values, and raise for some."""
+
+    @wraps(function)
+    def called(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        if RECORDINGS and RECORDINGS[-1].notes:
+            noted: R = RECORDINGS[-1].called(function, *args, **kwargs)
+            return noted
+        return function(*args, **kwargs)
+
+    return called
+
+
 def first_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Backward that raises ``UnsupportedError`` under ``create_graph``: its result is no constant.
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distdl_rma.layers.ops.core.autograd import RECORDINGS
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.table import rule
 from distdl_rma.layers.staging import down
@@ -53,6 +54,8 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Returns torch's warnings for the whole tensors: those of a call on blocks would name the blocks' sizes.
     """
+    if RECORDINGS and RECORDINGS[-1].notes:
+        return _noted(RECORDINGS[-1], func, args, kwargs)
     given = (*args, *kwargs.values())
     # A user's function must run only once, and a user's generator must draw only once.
     more = [x for x in given if x.__class__ not in _NUMBERS]
@@ -73,6 +76,33 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if len(_ACCEPTED) > _MOST:
         _ACCEPTED.clear()
     return _ACCEPTED.setdefault(key, warned)
+
+
+def _noted(recorder: Any, func: Any, args: Any, kwargs: Any) -> Sequence[Warned]:
+    # The check is no step, unless it depends on values: a replay then checks its own.
+    with recorder.paused():
+        warned = raise_as_torch(func, args, kwargs)
+    if values := [_here(x) for x in tensors_in(args, kwargs) if not _is_split(x) and x.dtype in _INDICES]:
+        recorder.called(_Again(func, args, kwargs), *values)
+    return warned
+
+
+class _Again:
+    """The check of a call, with other values of indices that all ranks have."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        def without_values(x: Any) -> torch.Tensor:
+            found: torch.Tensor = type(x)(x._local.new_empty(0), x._layout) if _is_split(x) else _here(x)
+            return found
+
+        self._func, self._given = func, mapped(without_values, (args, kwargs))
+
+    def __call__(self, *values: torch.Tensor) -> None:
+        others = iter(values)
+        args, kwargs = mapped(
+            lambda x: next(others) if not _is_split(x) and x.dtype in _INDICES else x, self._given
+        )
+        raise_as_torch(self._func, args, kwargs)
 
 
 # As :func:`rule`; the handler is only called if torch accepts the call.

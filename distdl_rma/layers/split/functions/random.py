@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.ops.core.autograd import RECORDINGS
+from distdl_rma.layers.ops.core.autograd import as_step
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
@@ -43,6 +43,7 @@ from distdl_rma.layers.staging import up
 _ALPHA = 1.7580993408473766
 
 
+@as_step
 def draw(
     out: torch.Tensor,
     name: str,
@@ -54,9 +55,6 @@ def draw(
 
     Tensors among the parameters are cut like the block.
     """
-    if RECORDINGS and RECORDINGS[-1].notes:
-        filled: torch.Tensor = RECORDINGS[-1].called(draw, out, name, layout, *parameters, source=source)
-        return filled
     seed, of_elements = seed_from(source), any(isinstance(x, torch.Tensor) for x in parameters)
     if not of_elements and fill(out, name, layout, seed, parameters):
         return out
