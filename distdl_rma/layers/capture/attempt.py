@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, is_plain, restored, split_like
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, OtherNumbersError, State, is_plain, restored, split_like
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
@@ -154,8 +154,9 @@ def record(
             with recorder:
                 attempt = Attempt(function, given, state, others, weights)
         except Exception as error:
+            what = f"on other numbers than yours, on which it is recorded, it raises {type(error).__name__}"
             error.add_note("compile: raised while a call was recorded on other numbers than the program's")
-            raise
+            raise OtherNumbersError(f"{what}: {error}") from error
         finally:
             changed = before.restored()
         outputs, length = [recorder.slot(x) for x in attempt.results], len(recorder.steps)

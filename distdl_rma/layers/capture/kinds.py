@@ -46,6 +46,10 @@ class NotCapturedError(Exception):
     """Why a call cannot be captured."""
 
 
+class OtherNumbersError(NotCapturedError):
+    """A call raised, by its cause, while it was recorded on other numbers than the program's."""
+
+
 class Given:
     """Arguments of a call: the tensors, blocks in place of split ones, and what describes all of them.
 

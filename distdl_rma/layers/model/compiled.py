@@ -32,7 +32,7 @@ from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
 from distdl_rma.layers.capture.attempt import Attempt, Captured, record, unchanged
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, State, Variables
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, OtherNumbersError, State, Variables
 from distdl_rma.layers.capture.program import InGraph, Kept
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
@@ -134,16 +134,25 @@ class Compiled:
             return self._function(*args, **kwargs)
         which = -1 if kind is None else kind.number
         handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
-        if kind is not None or len(self.kinds) < _MOST:
+        if kind is None and len(self.kinds) == _MOST:
+            calls.abandon()
+            self._warn_of_kinds()
+            return self._function(*args, **kwargs)
+        refused = ""
+        try:
             with self._apart(calls, trace):
                 if kind is None or kind.again:
                     kind = self._recorded(found, problem or self._problem(), kind, trace)
                 if kind.captured is not None and found is not None:
                     return self._compared(kind, found)
-        else:
-            calls.abandon()
-            self._warn_of_kinds()
-        return self._function(*args, **kwargs)
+        except OtherNumbersError as error:
+            # All ranks raised alike. The split model does so, too, if it is the program's error.
+            refused = str(error)
+        result = self._function(*args, **kwargs)
+        if refused and found is not None:
+            self._refuse(refused)
+            self.kinds.append(_Kind(next(self._numbers), found.facts, State(self._model, self._step), None))
+        return result
 
     def __repr__(self) -> str:
         kinds = [str(kind) for kind in self.kinds]
@@ -195,6 +204,12 @@ class Compiled:
         CALL_TRACES.append(trace)
         try:
             yield
+        except OtherNumbersError as error:
+            cause = error.__cause__ or error
+            calls.failed(cause, trace)
+            if self.machine.segments.notices.any_failed:
+                raise cause from None
+            raise
         except Exception as error:
             calls.failed(error, trace)
             raise
@@ -220,6 +235,8 @@ class Compiled:
             noted, trace.met = trace.met, None
             captured = record(self._function, found, state, strides, self.agreed)
             trace.met = noted
+        except OtherNumbersError:
+            raise
         except NotCapturedError as error:
             self._refuse(str(error))
         if kind is None:

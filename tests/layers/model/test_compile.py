@@ -264,6 +264,8 @@ class Of(nn.Module):
             torch.zeros(2, 1, 1),
         )
 
+        self.matrix = nn.Parameter(torch.eye(2) * -0.1)
+
     def forward(self, x):
         return self.function(self, self.conv(x))
 
@@ -295,6 +297,7 @@ REFUSED = {
     "random of Python": (lambda _, y: y * random.random(), "random numbers of Python"),
     "to_local": (lambda _, y: y + y.to_local().sum() * 0, "to_local|plain tensor"),
     "a plain result": (lambda m, _: m.conv.weight.sum(), "plain tensor that requires a gradient"),
+    "other numbers": (lambda m, y: y * torch.linalg.cholesky(-m.matrix).sum(), "it raises _LinAlgError"),
     "its own tensor": (lambda m, y: (y, m.table), "a tensor of its own"),
 }
 

@@ -25,7 +25,7 @@ class Function(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight, self.function = nn.Parameter(torch.tensor(1.25, dtype=torch.float64)), None
+        self.weight, self.function = nn.Parameter(torch.tensor(0.75, dtype=torch.float64)), None
 
     def forward(self, x, *rest):
         return self.function(x * self.weight if x.is_floating_point() or x.is_complex() else x, *rest)
