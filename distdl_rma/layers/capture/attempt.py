@@ -23,7 +23,15 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, OtherNumbersError, State, is_plain, restored, split_like
+from distdl_rma.layers.capture.kinds import (
+    Given,
+    OtherNumbersError,
+    State,
+    is_plain,
+    refuse,
+    restored,
+    split_like,
+)
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
@@ -146,7 +154,7 @@ def record(
         weights = {id(p): _with_numbers(p, lambda y: y * 0.75 + 0.125) for p in parameters if p is not None}
     except RuntimeError as error:
         problem = f"a tensor has elements in the same place: {error}"
-    _raise(agreed(problem))
+    refuse(agreed(problem))
     recorder, before = Recorder(others, state.tensors, weights), _Before(state, others)
     gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor]()
     with unchanged(state.fixed.values()):
@@ -163,7 +171,7 @@ def record(
         if any(recorder.kinds[slot.number] not in {COMPUTED, INPUT} for slot in outputs):
             changed = changed or "it returns a tensor of its own, and none that it computed"
         # A rank alone would wait for the others in the backward.
-        _raise(agreed(recorder.problem or attempt.problem or changed))
+        refuse(agreed(recorder.problem or attempt.problem or changed))
         if any(attempt.differentiable):
             ends = [x for x in attempt.results if x.requires_grad]
             ones = [*map(torch.ones_like, ends)]
@@ -173,15 +181,10 @@ def record(
             with recorder:
                 derivatives = attempt.gradients(ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
-            _raise(agreed(recorder.problem))
+            refuse(agreed(recorder.problem))
     program = Program(recorder, length, outputs, gradients, found)
     attempt.forget()
     return Captured(program, attempt.returned, attempt.differentiable, [x.stride() for x in ones])
-
-
-def _raise(problem: str) -> None:
-    if problem:
-        raise NotCapturedError(problem)
 
 
 def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

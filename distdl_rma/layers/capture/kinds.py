@@ -50,6 +50,12 @@ class OtherNumbersError(NotCapturedError):
     """A call raised, by its cause, while it was recorded on other numbers than the program's."""
 
 
+def refuse(problem: str) -> None:
+    """Raise ``NotCapturedError`` if there is a problem."""
+    if problem:
+        raise NotCapturedError(problem)
+
+
 class Given:
     """Arguments of a call: the tensors, blocks in place of split ones, and what describes all of them.
 
@@ -153,7 +159,7 @@ class State:
         self.modules: list[nn.Module] = []
         self._variables = [Variables(each) for each in ([] if step is None else [step])]
         self._variables += [Variables(hook) for part in model.modules() for hook in hooks_of(part)]
-        roots = {"": model}
+        roots: dict[str, Any] = {"": model}
         for each in self._variables:
             roots |= each.read()
         for name, root in roots.items():
@@ -169,7 +175,9 @@ class State:
         named = {name: x for x, name in reversed([*once.items()])}
         self.tensors = [*named.values()]
         # Parameters with gradients, in torch's order, and all other tensors, whose values calls may change.
-        self.learnt = {name: x for name, x in named.items() if x.requires_grad and isinstance(x, nn.Parameter)}
+        self.learnt = {
+            name: x for name, x in named.items() if x.requires_grad and isinstance(x, nn.Parameter)
+        }
         self.fixed = {name: x for name, x in named.items() if not x.requires_grad}
         self.facts = self.of_tensors()
 

@@ -10,8 +10,9 @@ What happens to a call, by its kind (``capture/kinds.py``)::
     refused      run by the split model (``fallback=True``), or an error on all ranks
 
 Agreement. All ranks must do the same with a call, since all of it exchanges data. Each call begins with the
-comparison with which each call of a split model begins (``Calls.begin``); the number of its kind is one of the
-facts that must be alike. It ends before the first operation: a rank that does otherwise is an error on all.
+comparison with which each call of a split model begins (``Calls.begin``); the number of its kind is one of
+the facts that must be alike. It ends before the first operation: a rank that does otherwise is an error on
+all.
 What follows in a call of a new kind is rare: words, exchanged before each step (``agreed``).
 """
 
@@ -32,7 +33,14 @@ from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
 from distdl_rma.layers.capture.attempt import Attempt, Captured, record, unchanged
-from distdl_rma.layers.capture.kinds import Given, NotCapturedError, OtherNumbersError, State, Variables
+from distdl_rma.layers.capture.kinds import (
+    Given,
+    NotCapturedError,
+    OtherNumbersError,
+    State,
+    Variables,
+    refuse,
+)
 from distdl_rma.layers.capture.program import InGraph, Kept
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
@@ -58,7 +66,7 @@ class _Kind:
     """A kind of calls. ``captured`` is None if it is refused.
 
     ``strides`` are set if the gradients of a backward had other ones than those of the recording, and the
-    next call records ``again``, once.
+    next call records ``again``, once. ``raised`` says what recording raised.
     """
 
     number: int
@@ -69,6 +77,7 @@ class _Kind:
     strides: list[tuple[int, ...]] | None = None
     again: bool = False
     seconds: float = 0.0
+    raised: str = ""
 
     def __str__(self) -> str:
         if self.captured is None:
@@ -111,47 +120,39 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step; blocking, collective."""
-        handle = self._handle
         if CALL_TRACES or not _usual():
             return self._function(*args, **kwargs)
-        passed, found, kind, problem = tensors_in(args, kwargs), None, None, ""
+        passed, problem = tensors_in(args, kwargs), ""
         whole = not any(isinstance(x, SplitTensor) for x in passed)
         try:
             # Whole inputs of a model may have gradients, which their parts take there.
             cuts = self._step is None and whole
-            given = handle.cut((args, kwargs), in_graph=True) if cuts else (args, kwargs)
+            given = self._handle.cut((args, kwargs), in_graph=True) if cuts else (args, kwargs)
             found = Given(given, _modes())
-            kind = self._kind(found)
         except NotCapturedError as error:
-            problem = str(error)
+            found, problem = None, str(error)
         except DistdlError:
             # The split model tells the user.
             return self._function(*args, **kwargs)
-        calls = handle.calls_with(passed)
+        kind, calls = self._kind(found), self._handle.calls_with(passed)
         if kind is not None and kind.known and found is not None:
             return self._replayed(kind, found, calls, passed)
-        if kind is not None and kind.captured is None:
-            return self._function(*args, **kwargs)
-        which = -1 if kind is None else kind.number
-        handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
-        if kind is None and len(self.kinds) == _MOST:
-            calls.abandon()
-            self._warn_of_kinds()
-            return self._function(*args, **kwargs)
-        refused = ""
-        try:
-            with self._apart(calls, trace):
-                if kind is None or kind.again:
-                    kind = self._recorded(found, problem or self._problem(), kind, trace)
-                if kind.captured is not None and found is not None:
-                    return self._compared(kind, found)
-        except OtherNumbersError as error:
-            # All ranks raised alike. The split model does so, too, if it is the program's error.
-            refused = str(error)
+        if kind is None or kind.captured is not None:
+            which = -1 if kind is None else kind.number
+            self._handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
+            if kind is None and len(self.kinds) == _MOST:
+                calls.abandon()
+                self._warn_of_kinds()
+            else:
+                with self._apart(calls, trace):
+                    if kind is None or kind.again:
+                        kind = self._recorded(found, problem or self._problem(), kind, calls, trace)
+                    if kind.captured is not None and found is not None:
+                        return self._compared(kind, found)
         result = self._function(*args, **kwargs)
-        if refused and found is not None:
-            self._refuse(refused)
-            self.kinds.append(_Kind(next(self._numbers), found.facts, State(self._model, self._step), None))
+        if kind is not None and kind.raised:
+            # The program's numbers did not raise it.
+            self._refuse(kind.raised)
         return result
 
     def __repr__(self) -> str:
@@ -166,10 +167,10 @@ class Compiled:
                 " attributes; calls of more kinds are not compiled, and run by the split model"
             )
 
-    def _kind(self, found: Given) -> _Kind | None:
+    def _kind(self, found: Given | None) -> _Kind | None:
         # The latest ones are the likely ones.
         for kind in reversed(self.kinds):
-            if kind.facts == found.facts and kind.state.is_unchanged():
+            if found is not None and kind.facts == found.facts and kind.state.is_unchanged():
                 return kind
         return None
 
@@ -204,12 +205,6 @@ class Compiled:
         CALL_TRACES.append(trace)
         try:
             yield
-        except OtherNumbersError as error:
-            cause = error.__cause__ or error
-            calls.failed(cause, trace)
-            if self.machine.segments.notices.any_failed:
-                raise cause from None
-            raise
         except Exception as error:
             calls.failed(error, trace)
             raise
@@ -220,30 +215,30 @@ class Compiled:
             self._handle.recorded = False
 
     def _recorded(
-        self, found: Given | None, problem: str, kind: _Kind | None, trace: CallTrace
+        self, found: Given | None, problem: str, kind: _Kind | None, calls: Calls, trace: CallTrace
     ) -> _Kind:
-        captured, began = None, time.perf_counter()
+        state, captured, again, began = State(nn.Module()), None, "", time.perf_counter()
+        strides = [] if kind is None or kind.strides is None else kind.strides
+        # A recording must not read values; the run of the split model notes plain tensors.
+        noted, trace.met = trace.met, None
         try:
             state = State(self._model, self._step)
-        except NotCapturedError as error:
-            state, problem = State(nn.Module()), str(error)
-        try:
-            if (problem := self.agreed(problem)) or found is None:
-                raise NotCapturedError(problem)
-            strides = (kind and kind.strides) or []
-            # A recording must not read values; the run of the split model notes plain tensors.
-            noted, trace.met = trace.met, None
-            captured = record(self._function, found, state, strides, self.agreed)
-            trace.met = noted
-        except OtherNumbersError:
-            raise
+            refuse(self.agreed(problem))
+            if found is not None:
+                captured = record(self._function, found, state, strides, self.agreed)
+        except OtherNumbersError as error:
+            cause, again = error.__cause__ or error, str(error)
+            calls.failed(cause, trace)
+            if self.machine.segments.notices.any_failed:
+                raise cause from None
         except NotCapturedError as error:
             self._refuse(str(error))
+        trace.met = noted
         if kind is None:
             kind = _Kind(next(self._numbers), found and found.facts, state, None)
             # Arguments that have no description are refused in each call.
             self.kinds += [kind] if found is not None else []
-        kind.state, kind.captured, kind.again = state, captured, False
+        kind.state, kind.captured, kind.again, kind.raised = state, captured, False, again
         kind.seconds += time.perf_counter() - began
         return kind
 

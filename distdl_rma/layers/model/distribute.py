@@ -191,7 +191,7 @@ class Distributed:
             # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
             # what they noted.
             twin._unfollow = LOSS_ORIGIN.follow_for(twin)
-        twin._name, twin._copies = f"{self.name} (copy {next(self._copies)})", count(1)
+        twin.name, twin._copies = f"{self.name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
         twin._handles = copy.deepcopy(self._handles, memo)
@@ -495,6 +495,7 @@ class Distributed:
         return tuple(facts)
 
     def described(self, given: Sequence[torch.Tensor], plain: str) -> str:
+        """What a call passes, and in which modes it is, for messages; local."""
         grad, inference, autocast = _modes()
         parts = self._parts()
         mode = parts[0][1].training
