@@ -48,6 +48,7 @@ R = TypeVar("R")
 _READ = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 # Kernels that return their operand as it is, below autograd.
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_VIEW = torch.ops.aten.view.default
 # Kernels after which a tensor is in other memory.
 _MOVE = frozenset({"set_", "resize_", "resize_as_", "set_data"})
 _VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -234,7 +235,7 @@ class Recorder:
         operands = tensors_in(args, kwargs)
         given, named = self.slots(args), {key: self.slots(each) for key, each in kwargs.items()}
         kinds = {self.kinds[self.slot(x).number] for x in operands}
-        if func in _SAME:
+        if func in _SAME or (func is _VIEW and [*args[0].shape] == args[1]):
             found = func(*args, **kwargs)
             self._by_id[id(found)] = given[0].number
             # Kept, so that its number belongs to no other object.

@@ -118,7 +118,8 @@ class Distributed:
         self.machine, self.grid, self.fallback = machine, grid, options["fallback"]
         self.checks = bool(options["check_copies"])
         self._options = {key: options[key] for key in ("reduction", "replicas", "bucket_nbytes")}
-        # Whether calls are recorded, or run beside a replay: a ``Compiled`` compares them.
+        # Calls that are replayed, and whether one is recorded, or run beside a replay, and compared by that.
+        self.captured: Compiled | None = None
         self.recorded = False
         self._unfollow = LOSS_ORIGIN.begin(machine, self) if self.checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
@@ -191,6 +192,7 @@ class Distributed:
             # Even if this model closes. If only some ranks have a copy, the next model's ``begin`` discards
             # what they noted.
             twin._unfollow = LOSS_ORIGIN.follow_for(twin)
+        twin.captured = None
         twin.name, twin._copies = f"{self.name} (copy {next(self._copies)})", count(1)
         twin._belongs_to(model)
         twin._root = copy.deepcopy(self._root, memo)
