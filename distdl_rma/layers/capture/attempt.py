@@ -35,6 +35,7 @@ from distdl_rma.layers.capture.kinds import (
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
+from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
 
@@ -138,11 +139,13 @@ def record(
     state: State,
     strides: Sequence[tuple[int, ...]],
     agreed: Callable[[str], str],
+    nbytes: int,
 ) -> Captured:
     """Record a call on other numbers, forward and backward; blocking, collective.
 
     Buffers and random numbers are as before afterwards. ``agreed`` returns the first rank's problem to all of
-    them, and ``NotCapturedError`` says it. ``strides`` are those of gradients, if they are known.
+    them, and ``NotCapturedError`` says it. ``strides`` are those of gradients, if they are known. A piece of
+    the backward ends when it has ``nbytes`` of gradients.
     """
     others, weights, problem = list[torch.Tensor](), dict[int, torch.Tensor](), ""
     try:
@@ -178,11 +181,11 @@ def record(
             if strides:
                 ones = [_of_strides(x, each).fill_(1) for x, each in zip(ends, strides, strict=True)]
             gradients = [recorder.results(x) for x in ones]
-            with recorder:
+            with recorder, no_autocast():
                 derivatives = attempt.gradients(ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
-    program = Program(recorder, length, outputs, gradients, found)
+    program = Program(recorder, length, outputs, gradients, found, nbytes)
     attempt.forget()
     return Captured(program, attempt.returned, attempt.differentiable, [x.stride() for x in ones])
 

@@ -7,12 +7,16 @@
                      v                               v
     program       def forward(v3):                def backward(c7, v3, v12, g0):
                       c7, v9 = s0(v3, v1)             v20, v21 = s4(c7, g0)
-                      v12 = s1(v9)                    return v21, v20
-                      del v9
-                      return v12, c7, ...
+                      v12 = s1(v9)                    yield (v21,)
+                      del v9                          v23 = s5(v20)
+                      return v12, c7, ...             yield (v23,)
 
-    graph         one autograd function; its inputs are those of the model and its parameters, so hooks of
-                  parameters and of a GradientSync run as always, when the whole backward has ended
+    graph         ... <- Piece <- Piece <- InGraph <- loss          gradients of some MiB each (``pieces``)
+                     weight   weight   weight
+
+The backward is a generator. Each node of the graph runs it up to the next ``yield``, and returns gradients
+of the parameters behind it. So torch accumulates these, and a GradientSync sums them over the ranks, while
+the backward goes on, and hooks of parameters run as always.
 
 Parameters and buffers (``v1``) are globals of the functions: the objects themselves, which an optimizer
 changes. A tensor is deleted behind its last use, as torch would free it. All that the backward needs goes
@@ -29,8 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl_rma.errors import UnsupportedError
 from distdl_rma.layers.capture.recording import CONSTANT, INPUT, STATE, Recorder, Slot, Step
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
+from distdl_rma.layers.ops.core.tensors import no_autocast
 
 _LITERAL = (bool, int, str, type(None))
 
@@ -40,6 +46,10 @@ class Kept(NamedTuple):
 
     contexts: tuple[Any, ...]
     tensors: tuple[Any, ...]
+
+
+# Gradients of each piece of a backward.
+Gradients = Iterator[tuple[torch.Tensor | None, ...]]
 
 
 class Program:
@@ -56,6 +66,7 @@ class Program:
         outputs: Sequence[Slot],
         gradients: Sequence[Slot] = (),
         found: Sequence[Slot | None] = (),
+        nbytes: int = 0,
     ) -> None:
         back = _needed(recorder.steps[length:], found)
         made = {slot.number for step in back for slot in _slots(step.results)}
@@ -78,9 +89,21 @@ class Program:
                 *("(" + "".join(f"{name}, " for name in some) + ")" for some in (contexts, saved)),
             ]
         )
-        self._forward = self._function(forth, inputs, end)
-        given = [f"v{slot.number}" for slot in gradients]
-        self._backward = self._function(back, [*contexts, *saved, *given], self._text(tuple(found)))
+        self._forward = self._function(forth, inputs, {len(forth): f"return {end}"})
+        given, last = [f"v{slot.number}" for slot in gradients], _last_uses(back)
+        # Number of the step behind which each gradient is complete, and which of them each piece returns.
+        ready = [-1 if slot is None else last.get(slot.number, -1) for slot in found]
+        self.pieces, ends = list[list[int]](), dict[int, str]()
+        piece, size = list[int](), 0
+        for at in [*range(-1, len(back))]:
+            new = [n for n, when in enumerate(ready) if when == at]
+            piece += new
+            size += sum(recorder.tensors[slot.number].nbytes for n in new if (slot := found[n]))
+            if at == len(back) - 1 or (new and size > nbytes and max(ready) > at):
+                ends[at + 1] = f"yield {self._text(tuple(found[n] for n in piece))}"
+                self.pieces.append(piece)
+                piece, size = [], 0
+        self._backward = self._function(back, [*contexts, *saved, *given], ends)
         self.steps, self.operations = len(forth) + len(back), sum(s.context is not None for s in forth + back)
 
     def forward(self, inputs: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Kept]:
@@ -88,16 +111,21 @@ class Program:
         outputs, contexts, tensors = self._forward(*inputs)
         return outputs, Kept(contexts, tensors)
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of inputs and parameters; blocking, collective."""
-        found: tuple[torch.Tensor | None, ...] = self._backward(*kept.contexts, *kept.tensors, *gradients)
+    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> Gradients:
+        """Gradients of inputs and parameters, in ``pieces``; blocking, collective."""
+        found: Gradients = self._backward(*kept.contexts, *kept.tensors, *gradients)
         return found
 
-    def _function(self, steps: Sequence[Step], arguments: Sequence[str], end: str) -> Callable[..., Any]:
-        lines, stay = [f"def function({', '.join(arguments)}):"], {*_NAMES.findall(end), *arguments}
+    def _function(
+        self, steps: Sequence[Step], arguments: Sequence[str], ends: dict[int, str]
+    ) -> Callable[..., Any]:
+        # ``ends`` are lines before the step with that number.
+        lines, stay = [f"def function({', '.join(arguments)}):"], {*arguments}
+        stay |= {name for end in ends.values() for name in _NAMES.findall(end)}
         made = {f"v{slot.number}" for step in steps for slot in _slots(step.results)}
-        last = {f"v{n}": at for at, step in enumerate(steps) for n in _used([step])}
+        last = {f"v{n}": at for n, at in _last_uses(steps).items()}
         for at, step in enumerate(steps):
+            lines += [f" {ends[at]}"] if at in ends else []
             given = [f"c{step.context}"] if step.backward else []
             given += [*map(self._text, step.args)]
             given += [f"{key}={self._text(each)}" for key, each in step.kwargs.items()]
@@ -105,12 +133,14 @@ class Program:
             lines.append(
                 f" {context}{_target(step.results)} = {self._text(step.function)}({', '.join(given)})"
             )
+            # What it has saved is freed, as torch would.
+            lines += [f" c{step.context}.saved_tensors = ()"] if step.backward else []
             own = {f"v{n}" for n in _used([step])} | {f"v{slot.number}" for slot in _slots(step.results)}
             over = [name for name in own & made - stay if last.get(name, at) <= at]
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
         # The text has nothing but numbered names and numbers.
-        exec(compile("\n".join([*lines, f" return {end}"]), "<replay>", "exec"), names)
+        exec(compile("\n".join([*lines, f" {ends[len(steps)]}"]), "<replay>", "exec"), names)
         function: Callable[..., Any] = names.pop("function")
         return function
 
@@ -145,6 +175,11 @@ def _used(steps: Iterable[Step]) -> set[int]:
     return {slot.number for step in steps for slot in _slots((step.args, step.kwargs))}
 
 
+def _last_uses(steps: Iterable[Step]) -> dict[int, int]:
+    # Of each slot, the last step that is given it, or makes it.
+    return {slot.number: at for at, step in enumerate(steps) for slot in _slots(step[1:4])}
+
+
 def _target(results: Any) -> str:
     # What a result is assigned to.
     if isinstance(results, Slot):
@@ -162,23 +197,80 @@ def _needed(steps: Sequence[Step], results: Iterable[Any]) -> list[Step]:
     return kept[::-1]
 
 
-class InGraph(OperatorFunction):
-    """Puts results of a program, computed without a graph, behind the inputs and parameters of a model.
+class Backward:
+    """The backward of a call, whose pieces are nodes of torch's graph: each of them runs it a piece further.
 
     ``call`` has a ``machine``, and a ``backward`` of what was kept and of the gradients.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: Any,
+    def __init__(self, call: Any, pieces: Sequence[Sequence[int]]) -> None:
+        self.call, self._pieces = call, pieces
+        self._gradients: Gradients | None = None
+        self._left = 0
+
+    def behind(
+        self,
         outputs: tuple[torch.Tensor, ...],
         kept: Kept,
         differentiable: Sequence[bool],
-        *_behind: torch.Tensor,
+        ends: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs, with a graph that leads to parameters and inputs: the ``ends``."""
+        first, *others = [[ends[n] for n in piece] for piece in self._pieces]
+        # Each node leads to the next one by a tensor without elements.
+        token = torch.empty(0)
+        for piece in reversed(others):
+            token = Piece.apply(self, token, *piece)
+        found: tuple[torch.Tensor, ...] = InGraph.apply(self, outputs, kept, differentiable, token, *first)
+        return found
+
+    def begin(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """A gradient for the token, and those of the first piece."""
+        self._gradients, self._left = self.call.backward(kept, gradients), len(self._pieces)
+        return self.go_on()
+
+    def go_on(self) -> tuple[torch.Tensor | None, ...]:
+        """A gradient for the token, and those of the next piece."""
+        if self._gradients is None:
+            raise UnsupportedError("compile: gradients of a part of a replay are asked for again")
+        with no_autocast():
+            found = next(self._gradients)
+        self._left -= 1
+        self._gradients = self._gradients if self._left else None
+        return torch.empty(0), *found
+
+
+class Piece(OperatorFunction):
+    """A further piece of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, token: torch.Tensor, *_ends: torch.Tensor) -> torch.Tensor:
+        """The token of this piece."""
+        ctx.backward_of, ctx.machine = backward, backward.call.machine
+        return token.clone()
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of parameters and inputs; blocking."""
+        return None, *ctx.backward_of.go_on()
+
+
+class InGraph(OperatorFunction):
+    """Puts results of a program, computed without a graph, behind the inputs and parameters of a model."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backward: Backward,
+        outputs: tuple[torch.Tensor, ...],
+        kept: Kept,
+        differentiable: Sequence[bool],
+        _token: torch.Tensor,
+        *_ends: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """The outputs; those that are not differentiable get no graph."""
-        ctx.call, ctx.machine, ctx.contexts = call, call.machine, kept.contexts
+        ctx.backward_of, ctx.machine, ctx.contexts = backward, backward.call.machine, kept.contexts
         ctx.counts = [len(each.to_save) for each in kept.contexts]
         saved = [*kept.tensors]
         for each in kept.contexts:
@@ -192,14 +284,9 @@ class InGraph(OperatorFunction):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Gradients by the backward of the program; blocking."""
-        saved, contexts = [*ctx.saved_tensors], ctx.contexts
+        """Gradients of the first piece; blocking."""
+        saved, contexts, backward = [*ctx.saved_tensors], ctx.contexts, ctx.backward_of
         for each, count in zip(reversed(contexts), reversed(ctx.counts), strict=True):
             each.saved_tensors = tuple(saved[len(saved) - count :])
             del saved[len(saved) - count :]
-        try:
-            found = ctx.call.backward(Kept(contexts, tuple(saved)), gradients)
-        finally:
-            for each in contexts:
-                each.saved_tensors = ()
-        return None, None, None, None, *found
+        return None, None, None, None, *backward.begin(Kept(contexts, tuple(saved)), gradients)

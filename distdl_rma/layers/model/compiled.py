@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from distdl_rma.layers.capture.kinds import (
     Variables,
     refuse,
 )
-from distdl_rma.layers.capture.program import InGraph, Kept
+from distdl_rma.layers.capture.program import Backward, Gradients, Kept
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
 from distdl_rma.layers.checks.user_frames import warn_user
@@ -225,7 +225,9 @@ class Compiled:
             state = State(self._model, self._step)
             refuse(self.agreed(problem))
             if found is not None:
-                captured = record(self._function, found, state, strides, self.agreed)
+                captured = record(
+                    self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
+                )
         except OtherNumbersError as error:
             cause, again = error.__cause__ or error, str(error)
             calls.failed(cause, trace)
@@ -277,7 +279,8 @@ class Compiled:
             return attempt.returned(attempt.results)
         behind = [*self._learnt(kind), *[x for x in found.tensors if x.requires_grad]]
         call = _Comparison(self, kind, attempt, replay)
-        tensors = InGraph.apply(call, tuple(results), kept, attempt.differentiable, *behind)
+        backward = Backward(call, [[*range(len(behind))]])
+        tensors = backward.behind(tuple(results), kept, attempt.differentiable, behind)
         return attempt.returned(tensors)
 
     def is_different(self, kind: _Kind, what: str) -> bool:
@@ -305,11 +308,12 @@ class _Replay:
             outputs, kept = self.program.forward(tensors)
         if any(captured.differentiable):
             behind = (*learnt, *[x for x in tensors if x.requires_grad])
-            outputs = InGraph.apply(self, outputs, kept, captured.differentiable, *behind)
+            backward = Backward(self, self.program.pieces)
+            outputs = backward.behind(outputs, kept, captured.differentiable, behind)
         return captured.returned(outputs)
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of parameters and inputs; blocking, collective."""
+    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of parameters and inputs, in pieces; blocking, collective."""
         return self.program.backward(kept, self.given(gradients))
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -337,11 +341,14 @@ class _Comparison:
         self._owner, self._kind, self._attempt, self._replay = owner, kind, attempt, replay
         self.machine = owner.machine
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of the split model; blocking, collective."""
+    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        """Gradients of the split model, in one piece; blocking, collective."""
         kind, owner, replay = self._kind, self._owner, self._replay
         given, passed = replay.given(gradients), [x for x in gradients if x is not None]
-        found, compares = replay.program.backward(kept, given), kind.captured is replay.captured
+        compares, program = kind.captured is replay.captured, replay.program
+        places = [*chain.from_iterable(program.pieces)]
+        pieces = [*chain.from_iterable(program.backward(kept, given))]
+        found = [pieces[places.index(n)] for n in range(len(places))]
         if compares and kind.strides is None:
             # Those of a gradient with elements of its own; not those of one number for all elements.
             alike = [torch.empty_like(x).stride() == x.stride() for x in passed]
@@ -355,7 +362,7 @@ class _Comparison:
         names += [f"the gradient of input {at}" for at in range(len(true) - len(names))]
         if compares and not kind.again:
             kind.known = not owner.is_different(kind, _first_different(names, found, true))
-        return true
+        yield tuple(true)
 
 
 def _first_different(names: Iterable[str], found: Iterable[Any], true: Iterable[Any]) -> str:

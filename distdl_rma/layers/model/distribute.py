@@ -121,6 +121,8 @@ class Distributed:
         # Calls that are replayed, and whether one is recorded, or run beside a replay, and compared by that.
         self.captured: Compiled | None = None
         self.recorded = False
+        # Of gradients that are summed at a time.
+        self.bucket_nbytes = int(options["bucket_nbytes"])
         self._unfollow = LOSS_ORIGIN.begin(machine, self) if self.checks else None
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self.name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)

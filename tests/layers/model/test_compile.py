@@ -48,7 +48,9 @@ class Pair:
     """Two copies of a model, of which one is compiled, and an optimizer for each."""
 
     def __init__(self, model, grid=None, **options):
-        self.models = [distribute(copy.deepcopy(model), grid or {"H": -1}) for _ in range(2)]
+        # Few bytes in a bucket: a backward of many pieces, which sums are between.
+        given = grid or {"H": -1}
+        self.models = [distribute(copy.deepcopy(model), given, bucket_nbytes=64) for _ in range(2)]
         self.models[1].compile(**options)
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in self.models]
 
