@@ -7,9 +7,9 @@
                      v                               v
     program       def forward(v3):                def backward(c7, v3, v12, g0):
                       c7, v9 = s0(v3, v1)             v20, v21 = s4(c7, g0)
-                      v12 = s1(v9)                    yield (v21,)
+                      v12 = s1(v9)                    some += v21,; yield
                       del v9                          v23 = s5(v20)
-                      return v12, c7, ...             yield (v23,)
+                      return v12, c7, ...             some += v23,; yield
 
     graph         ... <- Piece <- Piece <- InGraph <- loss          gradients of some MiB each (``pieces``)
                      weight   weight   weight
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,8 @@ class Kept(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-# Gradients of each piece of a backward.
-Gradients = Iterator[tuple[torch.Tensor | None, ...]]
+# Gradients of a piece; whoever takes them leaves an empty list.
+Gradients = list[torch.Tensor | None]
 
 
 class Program:
@@ -90,9 +91,12 @@ class Program:
             ]
         )
         self._forward = self._function(forth, inputs, {len(forth): f"return {end}"})
-        given, last = [f"v{slot.number}" for slot in gradients], _last_uses(back)
-        # Number of the step behind which each gradient is complete, and which of them each piece returns.
-        ready = [-1 if slot is None else last.get(slot.number, -1) for slot in found]
+        given = [f"v{slot.number}" for slot in gradients]
+        # Number of the step behind which the memory of each gradient is complete.
+        memory = [x.untyped_storage()._cdata if x.layout is torch.strided else 0 for x in recorder.tensors]
+        last = {memory[n]: at for n, at in sorted(_last_uses(back).items(), key=itemgetter(1))}
+        ready = [-1 if slot is None else last.get(memory[slot.number], -1) for slot in found]
+        returned = {f"v{slot.number}" for slot in found if slot is not None and slot.number in made}
         self.pieces, ends = list[list[int]](), dict[int, str]()
         piece, size = list[int](), 0
         for at in [*range(-1, len(back))]:
@@ -100,10 +104,13 @@ class Program:
             piece += new
             size += sum(recorder.tensors[slot.number].nbytes for n in new if (slot := found[n]))
             if at == len(back) - 1 or (new and size > nbytes and max(ready) > at):
-                ends[at + 1] = f"yield {self._text(tuple(found[n] for n in piece))}"
+                end = f"some += {self._text(tuple(found[n] for n in piece))}"
+                # Nobody else may hold a gradient: torch then keeps it, and copies nothing.
+                over = returned.intersection(_NAMES.findall(end))
+                ends[at + 1] = "; ".join([end, *(f"del {name}" for name in sorted(over)), "yield"])
                 self.pieces.append(piece)
                 piece, size = [], 0
-        self._backward = self._function(back, [*contexts, *saved, *given], ends)
+        self._backward = self._function(back, ["some", *contexts, *saved, *given], ends)
         self.steps, self.operations = len(forth) + len(back), sum(s.context is not None for s in forth + back)
 
     def forward(self, inputs: Iterable[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Kept]:
@@ -111,9 +118,9 @@ class Program:
         outputs, contexts, tensors = self._forward(*inputs)
         return outputs, Kept(contexts, tensors)
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor]) -> Gradients:
-        """Gradients of inputs and parameters, in ``pieces``; blocking, collective."""
-        found: Gradients = self._backward(*kept.contexts, *kept.tensors, *gradients)
+    def backward(self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put gradients of inputs and parameters into ``some``, ``pieces`` by turns; blocking, collective."""
+        found: Iterator[None] = self._backward(some, *kept.contexts, *kept.tensors, *gradients)
         return found
 
     def _function(
@@ -205,8 +212,8 @@ class Backward:
 
     def __init__(self, call: Any, pieces: Sequence[Sequence[int]]) -> None:
         self.call, self._pieces = call, pieces
-        self._gradients: Gradients | None = None
-        self._left = 0
+        self._gradients, self._left = Gradients(), 0
+        self._run: Iterator[None] = iter(())
 
     def behind(
         self,
@@ -226,18 +233,20 @@ class Backward:
 
     def begin(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """A gradient for the token, and those of the first piece."""
-        self._gradients, self._left = self.call.backward(kept, gradients), len(self._pieces)
+        self._run, self._left = self.call.backward(self._gradients, kept, gradients), len(self._pieces)
         return self.go_on()
 
     def go_on(self) -> tuple[torch.Tensor | None, ...]:
         """A gradient for the token, and those of the next piece."""
-        if self._gradients is None:
-            raise UnsupportedError("compile: gradients of a part of a replay are asked for again")
+        if not self._left:
+            raise UnsupportedError("compile: a part of the backward of a replay runs again, without the rest")
         with no_autocast():
-            found = next(self._gradients)
+            next(self._run)
         self._left -= 1
-        self._gradients = self._gradients if self._left else None
-        return torch.empty(0), *found
+        self._run = self._run if self._left else iter(())
+        found = torch.empty(0), *self._gradients
+        self._gradients.clear()
+        return found
 
 
 class Piece(OperatorFunction):

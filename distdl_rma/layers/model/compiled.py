@@ -312,9 +312,11 @@ class _Replay:
             outputs = backward.behind(outputs, kept, captured.differentiable, behind)
         return captured.returned(outputs)
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        """Gradients of parameters and inputs, in pieces; blocking, collective."""
-        return self.program.backward(kept, self.given(gradients))
+    def backward(
+        self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor | None]
+    ) -> Iterator[None]:
+        """Put gradients of parameters and inputs into ``some``, by pieces; blocking, collective."""
+        return self.program.backward(some, kept, self.given(gradients))
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Gradients of all differentiable results; ``UnsupportedError`` if a result got none."""
@@ -341,14 +343,17 @@ class _Comparison:
         self._owner, self._kind, self._attempt, self._replay = owner, kind, attempt, replay
         self.machine = owner.machine
 
-    def backward(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        """Gradients of the split model, in one piece; blocking, collective."""
+    def backward(
+        self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor | None]
+    ) -> Iterator[None]:
+        """Put gradients of the split model into ``some``, in one piece; blocking, collective."""
         kind, owner, replay = self._kind, self._owner, self._replay
         given, passed = replay.given(gradients), [x for x in gradients if x is not None]
         compares, program = kind.captured is replay.captured, replay.program
-        places = [*chain.from_iterable(program.pieces)]
-        pieces = [*chain.from_iterable(program.backward(kept, given))]
-        found = [pieces[places.index(n)] for n in range(len(places))]
+        replayed, places = Gradients(), [*chain.from_iterable(program.pieces)]
+        for _ in program.backward(replayed, kept, given):
+            pass
+        found = [replayed[places.index(n)] for n in range(len(places))]
         if compares and kind.strides is None:
             # Those of a gradient with elements of its own; not those of one number for all elements.
             alike = [torch.empty_like(x).stride() == x.stride() for x in passed]
@@ -362,7 +367,8 @@ class _Comparison:
         names += [f"the gradient of input {at}" for at in range(len(true) - len(names))]
         if compares and not kind.again:
             kind.known = not owner.is_different(kind, _first_different(names, found, true))
-        yield tuple(true)
+        some += true
+        yield
 
 
 def _first_different(names: Iterable[str], found: Iterable[Any], true: Iterable[Any]) -> str:
