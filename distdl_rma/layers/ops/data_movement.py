@@ -3,10 +3,8 @@
 Two kinds of operands. A *tensor* has a decomposition, and every movement of it is an exchange between two of
 them::
 
-    repartition      blocks on P_x           ->  blocks on P_y
-    all-gather       blocks along a dimension ->  whole along it, on each rank of the line
-    reduce-scatter   terms of a sum           ->  blocks of the sum
-    halo exchange    blocks                   ->  blocks with the elements around them
+    redistribution   blocks, or terms of a sum ->  other blocks of the tensor
+    halo exchange    blocks                    ->  blocks with the elements around them
 
 *Subtensors* are any tensors, one on each rank, that need not be blocks of one: they are summed or copied
 along grid dimensions as vectors. With many ranks that goes along a tree of stages, within nodes first
@@ -16,7 +14,7 @@ along grid dimensions as vectors. With many ranks that goes along a tree of stag
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
 from math import prod
 
@@ -27,7 +25,7 @@ from distdl_rma.geometry import trees
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
-from distdl_rma.geometry.intervals import Balanced, Section
+from distdl_rma.geometry.intervals import Section
 from distdl_rma.geometry.partition import Groups, Partition, groups_along, groups_onto
 from distdl_rma.geometry.trees import NodeOf, Stage
 from distdl_rma.layers.dtypes import sum_dtype
@@ -75,29 +73,6 @@ def redistribution(
 ) -> StagedMove:
     """Move from any decomposition to any other: elements of several owners are summed."""
     return StagedMove([movement_between(site, source, target, dtype)], dtype, target)
-
-
-def repartition(site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype) -> StagedMove:
-    """Redistribute to balanced blocks on another grid."""
-    return redistribution(site, source, Decomposition.balanced(P_y, source.shape), dtype)
-
-
-def all_gather(
-    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
-) -> StagedMove:
-    """Redistribute to blocks that are whole along some dimensions; grid dimension d cuts dimension d."""
-    kept = tuple(None if d in axes else d for d in range(source.partition.dim))
-    splits = tuple(Balanced(s.extent, 1) if d in axes else s for d, s in enumerate(source.splits))
-    return redistribution(site, source, Decomposition(source.partition, splits, kept), dtype)
-
-
-def reduce_scatter(
-    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
-) -> StagedMove:
-    """Sum over the ranks along some grid dimensions, and cut the sum along the same dimensions."""
-    P = source.partition
-    splits = tuple(Balanced(s.extent, P.shape[d]) if d in axes else s for d, s in enumerate(source.splits))
-    return redistribution(site, source, Decomposition(P, splits, tuple(range(P.dim))), dtype)
 
 
 class HaloExchange(StagedMove):
@@ -160,7 +135,7 @@ class Concat(Operation):
         dtypes: Sequence[torch.dtype],
         P_y: Partition,
     ) -> None:
-        shape, self.dtype = joined([source.shape for source in sources], dtypes, P_y.dim)
+        shape, self.dtype = joined([source.shape for source in sources], dtypes)
         target, first = Decomposition.balanced(P_y, shape), sources[0]
         stays = P_y.shape[CHANNELS] == 1 and all(source.partition == P_y for source in sources)
         if stays:
@@ -199,29 +174,16 @@ class Concat(Operation):
 
 
 def joined(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], dim: int
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of a concatenation along the channels.
-
-    ``ShapeError`` if an input has another number of dimensions than ``dim``, another extent than the first
-    input in a dimension other than the channels, or a type that torch does not promote.
-    """
-    first, joint = shapes[0], dtypes[0]
-    for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        if len(shape) != dim:
-            raise ShapeError(f"input {at} has {len(shape)} dimensions, shape {shape}, the partitions {dim}")
-        if dtype != joint:
-            try:
-                joint = torch.promote_types(joint, dtype)
-            except RuntimeError as error:
-                raise ShapeError(f"input 0 is {dtypes[0]} but input {at} is {dtype}: {error}") from None
-        differs = [d for d, n in enumerate(shape) if d != CHANNELS and n != first[d]]
-        if differs:
-            raise ShapeError(
-                f"input 0 has shape {first} but input {at} {shape}, which must agree in dimension"
-                f" {differs[0]}"
-            )
-    return (first[0], sum(shape[CHANNELS] for shape in shapes), *first[CHANNELS + 1 :]), joint
+    """Shape and type of a concatenation along the channels; ``ShapeError`` with torch's reason if none."""
+    kinds = list(zip(shapes, dtypes, strict=True))
+    try:
+        y = torch.cat([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds], CHANNELS)
+        return tuple(y.shape), reduce(torch.promote_types, dtypes)
+    except (RuntimeError, TypeError) as error:
+        given = "; ".join(f"input {at} is {shape} of {dtype}" for at, (shape, dtype) in enumerate(kinds))
+        raise ShapeError(f"{error}; {given}") from None
 
 
 # Decomposition of a tensor, whose replicas are the terms of sums; or, by rank id, the local shapes of

@@ -47,6 +47,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     """
 
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
+    preserve_batch = True  # whether an output without elements has the batch size, as shape (b, 0)
     # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
     input_problem: Callable[..., str] | None = None
 
@@ -165,7 +166,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         It has no elements outside of P_y, and is in a graph if that of any rank is.
         """
         if not self._has_output:
-            y = deliver(y, False, x.shape[0] if x.dim() else None)
+            y = deliver(y, False, x.shape[0] if self.preserve_batch and x.dim() else None)
         return y if y.requires_grad else anchored(y, needs.any)
 
     @reports_failures
