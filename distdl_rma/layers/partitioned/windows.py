@@ -14,7 +14,7 @@ the same function (``layers/ops/window_options.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,18 +44,11 @@ from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
 
-Size = int | tuple[int, ...]
 # By number of spatial dimensions: extents of images without memory that torch's layers are tried with. Large,
 # so that windows, paddings and sizes of any user fit; their products are below 2**63.
 _EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 # Modes of torch's classes of padding, by the first half of their names.
 _PAD_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
-
-
-class WindowOptions(LayerOptions, total=False):
-    """Keyword arguments of these layers: also the partition of the output, which is P_x if None."""
-
-    P_y: Partition | None
 
 
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
@@ -265,25 +258,15 @@ class DistributedAvgPool(WindowLayer):
     """
 
     operation = AvgPooling
-    _by_name = ()
 
-    def __init__(
-        self,
-        P_x: Partition,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        number = hasattr(divisor_override, "__index__") and not isinstance(divisor_override, bool)
-        if divisor_override is not None and not (number and divisor_override):
+    def __init__(self, P_x: Partition, *arguments: Any, divisor_override: Any = None, **options: Any) -> None:
+        beside = {} if divisor_override is None else {"divisor_override": divisor_override}
+        super().__init__(P_x, *arguments, beside=beside, **options)
+        divisor = self.options.divisor_override
+        number = hasattr(divisor, "__index__") and not isinstance(divisor, bool)
+        if divisor is not None and not (number and divisor):
             wanted = f"{type(self).__name__}: divisor_override is an integer but 0"
-            raise ArgumentError(f"{wanted}, got {divisor_override!r}")
-        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
-        super().__init__(P_x, *windows, beside={"divisor_override": divisor_override}, **options)
+            raise ArgumentError(f"{wanted}, got {divisor!r}")
 
 
 class DistributedMaxPool(MaxLayer):
