@@ -70,8 +70,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         self.options = found
         self.P_W, self.placement, self.weights = P_W, placement, placement
         self.take_over(like)
-        values = {"weight": like.weight, "bias": like.bias}
-        self.place(values, {key: self._placement(key, p.shape) for key, p in values.items() if p is not None})
+        self.place({"weight": like.weight, "bias": like.bias}, self._placement)
 
     def _source_of(self, facts: dict[int, InputFacts]) -> tuple[Decomposition, torch.dtype]:
         source, dtype = source_of(self.P_x, facts)
@@ -80,10 +79,11 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
             raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")
         return source, dtype
 
-    def _placement(self, key: str, shape: torch.Size) -> Placement:
+    def _placement(self, key: str) -> Placement:
         workers, pattern, of_weight = self.options.workers, self.placement, key == "weight"
         users = workers.grid if of_weight or self._rows == OUT else self.P_y
         if self.P_W is None:
+            shape = workers.weight if of_weight else (self.out_channels,)
             return whole_placement(self.machine, self.P_x, users, shape, pattern)
         blocks = workers.blocks() if of_weight else workers.bias(self.out_channels)
         if users is workers.grid:
@@ -113,8 +113,6 @@ def partitions_among(
     for key, partition in given:
         if key in found:
             raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
-        if not isinstance(partition, Partition):
-            raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
         found[key] = partition
     check_dims(layer, (dims,), **found)
     return found.get("P_y"), found.get("P_W"), tuple(others[count:])

@@ -43,7 +43,7 @@ from distdl_rma.layers.ops.data_movement import (
     sum_reduce,
 )
 from distdl_rma.layers.ops.window_gather import PADDING_MODES
-from distdl_rma.layers.partitioned.core.arguments import LayerOptions
+from distdl_rma.layers.partitioned.core.arguments import LayerOptions, check_dims
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.partitioned.core.layer import nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
@@ -172,11 +172,7 @@ class Repartition(_OfBlocks):
         preserve_batch: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
-        if P_x.dim != P_y.dim:
-            raise PartitionError(
-                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
-                f" {P_y.shape}"
-            )
+        check_dims(type(self), (P_y.dim,), P_x=P_x)
         super().__init__(P_x, P_y, preserve_batch, **options)
 
 
@@ -528,16 +524,13 @@ class DistributedConcat(MovementLayer[Concat]):
         P_y: Partition | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        kind, P_xs = type(self).__name__, tuple(P_xs)
+        P_xs = tuple(P_xs)
         if not P_xs:
-            raise PartitionError(f"{kind}: needs the partition of one input at least, got none")
+            raise PartitionError(f"{type(self).__name__}: needs the partition of at least one input")
         P_y = P_xs[0] if P_y is None else P_y
-        for which, partition in (*((f"P_xs[{at}]", P_x) for at, P_x in enumerate(P_xs)), ("P_y", P_y)):
-            if partition.dim != P_y.dim or partition.dim <= CHANNELS:
-                raise PartitionError(
-                    f"{kind}: {which} has {partition.dim} dimensions {partition.shape} but P_y {P_y.dim}"
-                    f" {P_y.shape}; all need those of the tensors, batch and channels first"
-                )
+        # The dimensions of the tensors: batch and channels at least.
+        dims = (max(P_y.dim, CHANNELS + 1),)
+        check_dims(type(self), dims, **{f"P_xs[{at}]": P_x for at, P_x in enumerate(P_xs)}, P_y=P_y)
         super().__init__(P_xs, P_y, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:

@@ -211,8 +211,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
-        values = {"weight": None, "bias": None, **like._parameters}
-        self.place(values, {key: kept for key, value in values.items() if value is not None})
+        self.place({"weight": None, "bias": None, **like._parameters}, lambda _key: kept)
         for key, buffer in like._buffers.items():
             varies = buffer is not None and key in RUNNING
             self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)

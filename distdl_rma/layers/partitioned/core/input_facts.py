@@ -136,18 +136,18 @@ class InputFacts(NamedTuple):
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
         """Facts from a row of bytes."""
-        inputs, (first, learns, others), weights, call_arguments, problem, given, *rest = json.loads(row)
-        trainable, device = rest
+        inputs, needs, weights, *others = _tuples(json.loads(row))
         return cls(
-            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
-            GradientNeeds(first, learns, tuple(others)),
+            tuple((shape, DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(*needs),
             None if weights is None else DTYPES[weights],
-            tuple(call_arguments),
-            problem,
-            given,
-            None if trainable is None else (trainable[0], tuple(trainable[1])),
-            device,
+            *others,
         )
+
+
+def _tuples(words: Any) -> Any:
+    # JSON knows lists only.
+    return tuple(map(_tuples, words)) if isinstance(words, list) else words
 
 
 # Input of a rank outside. Programs pass there what they have, (0,), (b, 0) or another type, which may change

@@ -14,6 +14,7 @@ the third ``DistributedConv2d`` of each is the same one. The label, a path in th
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -38,7 +39,7 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import anchored, idle, misfit, uncompiled
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.tensors import problem_with
-from distdl_rma.layers.partitioned.core.arguments import show_arguments_of, torchs_class
+from distdl_rma.layers.partitioned.core.arguments import shown_signature, torchs_class
 from distdl_rma.layers.partitioned.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.partitioned.core.module_paths import path_of
 from distdl_rma.layers.partitioned.core.parameters import Parameters, stated_ranks
@@ -127,6 +128,7 @@ class DistributedLayer(CallbackModule):
     _shown: tuple[str, ...] = ()
     _changeable: tuple[str, ...] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
+    __signature__: ClassVar[inspect.Signature | None]
     # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
     _by_name: ClassVar[tuple[str, ...]] = ()
 
@@ -193,8 +195,9 @@ class DistributedLayer(CallbackModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         twin = torchs_class(cls)
-        if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
-            show_arguments_of(cls, cls._by_name)
+        shown = cls._by_name and cls.__name__ == f"Distributed{twin.__name__}"
+        # Not inherited: a user's subclass may have a constructor of its own.
+        cls.__signature__ = shown_signature(cls, cls._by_name) if shown else None
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
@@ -386,12 +389,15 @@ class DistributedLayer(CallbackModule):
         return Decomposition.balanced(P_x, shape)
 
     def place(
-        self, values: Mapping[str, nn.Parameter | InitialValues | None], placements: Mapping[str, Placement]
+        self,
+        values: Mapping[str, nn.Parameter | InitialValues | None],
+        placement: Callable[[str], Placement],
     ) -> None:
-        """Register the layer's parameters, cut and placed; collective over the machine."""
+        """Register the layer's parameters, cut and placed by name; collective over the machine."""
         # A layer whose parameters are all None is one without parameters: its calls look for none.
-        self.placements = dict(placements) or None
-        register(self, values, placements)
+        found = {key: placement(key) for key, value in values.items() if value is not None}
+        self.placements = found or None
+        register(self, values, found)
         if self.placed is not None:
             self.placed.equalise()
 
