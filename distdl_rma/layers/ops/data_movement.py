@@ -26,7 +26,7 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
 from distdl_rma.geometry.intervals import Section
-from distdl_rma.geometry.partition import Groups, Partition, groups_along, groups_onto
+from distdl_rma.geometry.partition import Groups, Partition, alike, groups_along, groups_onto
 from distdl_rma.geometry.trees import NodeOf, Stage
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
@@ -168,9 +168,7 @@ class Concat(Operation):
             part = (x if request is None else request.movement.wait(request)).to(self.dtype)
             # An input without elements may have any shape.
             parts.append(part if part.numel() else part.reshape(shape))
-        if self.output.partition.active:
-            return torch.cat(parts, CHANNELS)
-        return torch.cat([part.reshape(-1) for part in parts])
+        return torch.cat(parts, CHANNELS)
 
 
 def joined(
@@ -205,14 +203,8 @@ def _between_grids(
     many, few = ((P_x, flips[0]), (P_y, flips[1]))[:: 1 if sums else -1]
     groups, roots = groups_onto(many[0], few[0], many[1], few[1]), few[0].ranks
     alone = tuple((root,) for root in roots)
-
-    def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        me = site.machine.rank
-        if sums:
-            return trees.reduction(groups, roots, lengths, node_of, me)
-        return trees.broadcast(roots, groups, lengths, node_of, me)
-
     givers, takers = (groups, alone) if sums else (alone, groups)
+    stages = partial(trees.reduction, groups, roots) if sums else partial(trees.broadcast, roots, groups)
     return _staged(site, source, givers, takers, _onto(source, P_y, flips), dtype, stages)
 
 
@@ -226,13 +218,8 @@ def all_sum_reduce(
     site: CallSite, source: Subtensors, P_x: Partition, axes: Collection[int], dtype: torch.dtype
 ) -> StagedMove:
     """Sum subtensors along dimensions of the grid, on all ranks that have one; bitwise equal results."""
-    groups = groups_along(P_x, axes)
-
-    def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        return trees.all_reduction(groups, lengths, node_of, site.machine.rank)
-
-    output = source if isinstance(source, Decomposition) else None
-    return _staged(site, source, groups, groups, output, dtype, stages)
+    groups, output = groups_along(P_x, axes), source if isinstance(source, Decomposition) else None
+    return _staged(site, source, groups, groups, output, dtype, partial(trees.all_reduction, groups))
 
 
 def _onto(source: Subtensors, P_y: Partition, flips: tuple[bool, bool]) -> Decomposition | None:
@@ -256,7 +243,7 @@ def _staged(
     takers: Groups,
     output: Decomposition | None,
     dtype: torch.dtype,
-    stages: Callable[[list[int], NodeOf], list[Stage]],
+    stages: Callable[[list[int], NodeOf, int], list[Stage]],
 ) -> StagedMove:
     # givers and takers: per group, the ranks that have its subtensor, and the ranks that get it.
     machine = site.machine
@@ -264,7 +251,7 @@ def _staged(
     of_taker = {rank: shape for group, shape in zip(takers, subtensors, strict=True) for rank in group}
     nodes = machine.segments.segment.nodes
     node_of = {member: number for number, node in enumerate(nodes) for member in node}
-    found = stages([prod(shape) for shape in subtensors], node_of.__getitem__)
+    found = stages([prod(shape) for shape in subtensors], node_of.__getitem__, machine.rank)
     # Where sums are summed again, short types travel in a longer type: they are rounded once, at the end.
     sums = len(found) > (2 if givers is takers else 1)
     movements = movements_through(site, found, sum_dtype(dtype) if sums else dtype)
@@ -272,15 +259,8 @@ def _staged(
 
 
 def _common_shape(group: Collection[int], source: Subtensors) -> tuple[int, ...]:
-    if isinstance(source, Decomposition):
-        shapes = {rank: source.box(rank).shape for rank in group}
-    else:
-        shapes = {rank: source[rank] for rank in group}
-    (first, expected), *others = shapes.items()
-    for rank, shape in others:
-        if shape != expected:
-            raise ShapeError(
-                f"subtensors that are summed must be equal in shape: rank {first} passes {expected}"
-                f" but rank {rank} {shape}"
-            )
-    return expected
+    shapes = {
+        rank: source.box(rank).shape if isinstance(source, Decomposition) else source[rank] for rank in group
+    }
+    text = "subtensors that are summed must be equal in shape: rank {} passes {} but rank {} {}"
+    return alike(shapes, text)

@@ -26,7 +26,7 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, Unsuppo
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.layers.ops.conv.convolution import Convolution, convolve
 from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, options_of
@@ -245,14 +245,8 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     def plan(self, facts: dict[int, InputFacts]) -> TransposedConvolution:
         """Operation for the input that the ranks form; ``ShapeError`` if their ``output_size`` differ."""
         source, dtype = self._source_of(facts)
-        given = {rank: size and tuple(size) for rank, fact in facts.items() for size in fact.call_arguments}
-        (first, expected), *others = given.items()
-        for rank, size in others:
-            if size != expected:
-                raise ShapeError(
-                    f"output_size must be alike on all ranks: rank {first} has {expected or None}"
-                    f" but rank {rank} {size or None}"
-                )
+        sizes = {rank: fact.call_arguments[0] for rank, fact in facts.items()}
+        expected: Any = alike(sizes, "output_size must be alike on all ranks: rank {} has {} but rank {} {}")
         extra = self.output_padding
         if expected is not None:
             extra = output_padding_for(self.options.stencil, source.shape[LEADING:], expected)

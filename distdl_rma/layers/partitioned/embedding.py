@@ -22,7 +22,7 @@ from torch import nn
 from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.ops.core.tensors import problem_with
 from distdl_rma.layers.ops.embedding import INDICES, Embedding
 from distdl_rma.layers.partitioned.core.arguments import (
@@ -109,10 +109,8 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         """Operation whose vectors are cut as their indices, or are on P_y if given."""
         source, dtype = source_of(self.P_x, facts)
         # In the order of ranks, so that all of them say the same.
-        kinds = [*dict.fromkeys(fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x)]
-        kind = kinds[0]
-        if len(kinds) != 1 or kind is None:
-            raise ShapeError(f"the ranks' weights differ in type: {kinds}")
+        kinds = {rank: fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x}
+        kind: Any = alike(kinds, "the ranks' weights differ in type: rank {} has {} but rank {} {}")
         if dtype not in INDICES:
             raise ShapeError(f"indices are {dtype}, wanted one of {INDICES}")
         splits = *source.splits, Balanced(self.embedding_dim, 1)

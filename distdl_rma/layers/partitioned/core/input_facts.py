@@ -20,7 +20,7 @@ import torch
 
 from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.dtypes import DTYPES
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.tensors import problem_with
@@ -160,11 +160,7 @@ def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
 
     Not promoted to a common type, as torch does for one tensor and another: shards are one tensor.
     """
-    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
-    for rank, dtype in others:
-        if dtype != expected:
-            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
-    return expected
+    return alike({rank: fact.dtype for rank, fact in facts.items()}, "rank {} passes {} but rank {} {}")
 
 
 def check_devices(facts: dict[int, InputFacts]) -> None:
