@@ -40,7 +40,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.geometry.partition import Partition, grouped
+from distdl_rma.geometry.partition import Partition, alike, grouped
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.layers.ops.core.operation import Agreement
@@ -48,8 +48,8 @@ from distdl_rma.layers.ops.norm.normalisation import RUNNING, Normalisation, Nor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.arguments import (
+    OF_TENSORS,
     PlacedOptions,
-    by_name,
     check_dims,
     placed_options,
     spatial_dims,
@@ -128,10 +128,23 @@ def agreed_sharing(
     sharing = {rank: group for group in groups for rank in group}
     for problem in filter(None, (answer.problem for answer in answers.values())):
         raise ConfigurationError(problem)
-    # Ranks without a callback last: they may contradict others only because of these.
+    # Ranks without a callback name all that they could share with, and come last: they may contradict others
+    # only because of these.
     for rank, answer in sorted(answers.items(), key=lambda item: item[1].ranks is None):
-        if problem := _problem_of(rank, answer, possible, named, sharing):
-            raise ConfigurationError(problem)
+        could, does = list(possible.get(rank, ())), list(sharing.get(rank, ()))
+        if rank not in P_x and answer.ranks:
+            problem = "which has no part of the tensor: it shares its statistics with nobody, []"
+        elif sorted(does) != named.get(rank, []):
+            all_mutual = "ranks that share statistics all name each other, and nobody else"
+            problem = f"but the ranks that say the same are {does}: {all_mutual}"
+        elif not set(does) <= set(could):
+            problem = f"but only ranks {could} hold elements that share a mean and a variance"
+        else:
+            continue
+        gave = f"rank {rank} shares its statistics with {could}, as its user does not say otherwise"
+        if answer.ranks is not None:
+            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
+        raise ConfigurationError(f"{gave}, {problem}")
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
         if answer.nbytes not in (None, wanted):
@@ -140,32 +153,6 @@ def agreed_sharing(
                 " bytes"
             )
     return sharing
-
-
-def _problem_of(
-    rank: int,
-    answer: StatisticsAnswer,
-    possible: Mapping[int, Sequence[int]],
-    named: Mapping[int, Sequence[int]],
-    sharing: Mapping[int, Sequence[int]],
-) -> str:
-    # What others contradict, or what the tensor does. A rank without a callback names all that it could share
-    # with, and may be contradicted too.
-    gave = f"{_RANKS}() gave {[*(answer.ranks or ())]} on rank {rank}"
-    if rank not in possible:
-        nobody = "which has no part of the tensor: it shares its statistics with nobody, []"
-        return f"{gave}, {nobody}" if answer.ranks else ""
-    if answer.ranks is None:
-        whole = [*possible[rank]]
-        gave = f"rank {rank} shares its statistics with {whole}, as its user does not say otherwise"
-    if sorted(sharing[rank]) != named[rank]:
-        return (
-            f"{gave}, but the ranks that say the same are {[*sharing[rank]]}: ranks that share statistics all"
-            " name each other, and nobody else"
-        )
-    if not set(sharing[rank]) <= set(possible[rank]):
-        return f"{gave}, but only ranks {[*possible[rank]]} hold elements that share a mean and a variance"
-    return ""
 
 
 class DistributedNorm(OperatorLayer[Normalisation]):
@@ -194,8 +181,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         kind = type(self).__name__
         own, placement = placed_options(type(self), self._allowed, options)
-        given = by_name(type(self), *arguments, **options)
-        like = torchs_layer(type(self), **given)
+        like = torchs_layer(type(self), *arguments, **options)
         axes, found = self.shared(like, P_x)
         extents = tuple(map(as_int, found))
         if min(extents, default=-1) < 0:
@@ -215,7 +201,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         for key, buffer in like._buffers.items():
             varies = buffer is not None and key in RUNNING
             self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)
-            if varies and any(axis is not None for axis in kept.store.axes):
+            if varies and kept.store.cut_dims:
                 self.buffer_layouts[key] = kept.store
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
@@ -241,13 +227,12 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
         """Operation for the facts of all ranks; ``MismatchError`` if their modes differ."""
-        (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
-        for rank, mode in others:
-            if mode != expected:
-                raise MismatchError(
-                    f"rank {first} has {expected} but rank {rank} {mode}: train() or eval(),"
-                    " track_running_stats, momentum and eps must be alike on all ranks"
-                )
+        expected: dict[str, Any] = alike(
+            {rank: fact.call_arguments[0] for rank, fact in facts.items()},
+            "rank {} has {} but rank {} {}: train() or eval(), track_running_stats, momentum and eps must be"
+            " alike on all ranks",
+            MismatchError,
+        )
         settings = {key: value for key, value in expected.items() if key != "momentum"}
         options = NormOptions(self.axes, function=self.function, **settings)
         source, dtype = source_of(self.P_x, facts)
@@ -292,10 +277,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """Whether this rank takes part in calls: there its callbacks are compared in each call."""
         return self.agreement is not None
 
-    @property
-    def _last(self) -> Normalisation | None:
-        return None if self.agreement is None else self.agreement.last
-
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
 
@@ -320,8 +301,8 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             return 0
         if self._last is not None and self._last.statistics is not None:
             return self._last.statistics.groups.nbytes
-        known = self.announced
-        return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
+        groups = [StatisticGroups(self.axes, blocks, self.machine.rank) for blocks in self.announced]
+        return groups[0].nbytes if groups else 0
 
 
 class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
@@ -342,6 +323,10 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         ranks = super().agreeing()
         idle = () if self.running_mean is None else self.machine.ranks
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
+
+    def reset_running_stats(self) -> None:
+        """Reset this rank's part of the running statistics; local, must be called on all ranks."""
+        super().reset_running_stats()
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
@@ -523,8 +508,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """All dimensions behind the batch are reduced, within a group of channels."""
         kind = type(self).__name__
-        if P_x.dim < LEADING:
-            raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
+        check_dims(type(self), OF_TENSORS[LEADING - 1 :], P_x=P_x)
         if like.num_groups < 1:
             raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
         return axes_of(self.function, P_x.dim, as_int(like.num_groups)), (like.num_channels,)

@@ -13,7 +13,6 @@ the same function (``layers/ops/window_options.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -59,17 +58,12 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
+    # Arguments that torch's layer may lack.
+    _beside: ClassVar[tuple[str, ...]] = ()
     _by_name = ("P_y", *LayerOptions.__annotations__)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        *arguments: Any,
-        P_y: Partition | None = None,
-        beside: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        own = own_options(options)
+    def __init__(self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Any) -> None:
+        own, beside = own_options(options), {key: options.pop(key) for key in self._beside if key in options}
         kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
         if dims not in _EXTENTS:
             raise PartitionError(
@@ -78,12 +72,12 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
         sample = torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")
         like = torchs_layer(kind, *arguments, **options, sample=[sample])
-        # Arguments that torch's layer lacks: average pools of one dimension have no divisor_override.
-        vars(like).update(beside or {})
+        vars(like).update(beside)
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         super().__init__(P_x, P_y, **own)
         self.take_over(like)
-        with attributed(kind.__name__, ShapeError, ArgumentError):
+        who = kind.__name__
+        with attributed(who, UnsupportedError), attributed(who, ShapeError, ArgumentError):
             self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
@@ -102,9 +96,8 @@ class MaxLayer(WindowLayer):
         y = super().forward(input)
         if not self.return_indices:
             return y
-        operation = None if self.agreement is None else self.agreement.last
-        if isinstance(operation, MaxWindows):
-            return y, operation.take_indices(y)
+        if isinstance(self._last, MaxWindows):
+            return y, self._last.take_indices(y)
         return y, torch.zeros(y.shape, dtype=torch.int64, device=y.device)
 
 
@@ -140,16 +133,6 @@ class DistributedPad(WindowLayer):
     """
 
     operation = Padding
-
-    padding: Any
-
-    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
-        super().__init__(P_x, *arguments, **options)
-        if self.options.mode == "circular" and any(min(pair) < 0 < max(pair) for pair in self.options.sides):
-            raise UnsupportedError(
-                f"{type(self).__name__}: padding {self.padding!r} crops one end of a dimension and wraps"
-                " around at the other; crop by a layer of its own before this one"
-            )
 
 
 class DistributedConstantPad(DistributedPad):
@@ -258,10 +241,11 @@ class DistributedAvgPool(WindowLayer):
     """
 
     operation = AvgPooling
+    # Average pools of one dimension have none.
+    _beside = ("divisor_override",)
 
-    def __init__(self, P_x: Partition, *arguments: Any, divisor_override: Any = None, **options: Any) -> None:
-        beside = {} if divisor_override is None else {"divisor_override": divisor_override}
-        super().__init__(P_x, *arguments, beside=beside, **options)
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        super().__init__(P_x, *arguments, **options)
         divisor = self.options.divisor_override
         number = hasattr(divisor, "__index__") and not isinstance(divisor, bool)
         if divisor is not None and not (number and divisor):
@@ -412,14 +396,6 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     """
 
     operation = Resizing
-
-    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
-        super().__init__(P_x, *arguments, **options)
-        if self.mode == "area":
-            kind = type(self).__name__
-            raise ArgumentError(
-                f"{kind}: mode 'area' is an adaptive average pool: use DistributedAdaptiveAvgPool"
-            )
 
 
 class DistributedUpsamplingNearest2d(DistributedUpsample, nn.UpsamplingNearest2d):

@@ -179,12 +179,13 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
         )
 
 
-def shown_signature(layer: type, named: Iterable[str]) -> inspect.Signature:
-    """Signature of a constructor for ``help``: P_x, the arguments of the twin, and keyword ones.
+def shown_signature(layer: type[nn.Module], named: Iterable[str]) -> inspect.Signature:
+    """Signature of a constructor for ``help``: partitions, the arguments of the twin, and keyword ones.
 
     The constructor itself takes ``*arguments, **options``, as it serves all layers of a family.
     """
     kinds = inspect.Parameter
+    own = inspect.signature(layer.__init__).parameters.values()
+    _self, *partitions = (each for each in own if each.kind is kinds.POSITIONAL_OR_KEYWORD)
     keywords = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
-    P_x = kinds("P_x", kinds.POSITIONAL_OR_KEYWORD)
-    return inspect.Signature([P_x, *signature_of(layer).parameters.values(), *keywords])
+    return inspect.Signature([*partitions, *signature_of(layer).parameters.values(), *keywords])
