@@ -14,7 +14,7 @@ Which is best follows from the sizes: the rows form moves the input, the columns
 from __future__ import annotations
 
 from operator import index as as_int
-from typing import Any, ClassVar, SupportsIndex, Unpack
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from distdl_rma.layers.ops.linear import (
 from distdl_rma.layers.partitioned.core.arguments import (
     OF_TENSORS,
     PlacedOptions,
+    by_name,
     check_device,
     check_dims,
     placed_options,
@@ -81,43 +82,37 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     """
 
     _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
+    _by_name = (*PlacedOptions.__annotations__,)
     _shown = ("in_features", "out_features", "bias")
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch leaves the None out
 
     def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        P_W: Partition,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
+        self, P_x: Partition, P_y: Partition, P_W: Partition, *arguments: Any, **options: Any
     ) -> None:
         kind = type(self).__name__
-        # No torch layer checks the arguments here: it would hold the whole weight on every rank.
         own, placement = placed_options(type(self), self._allowed, options)
+        # No torch layer checks the arguments here: it would hold the whole weight on every rank.
+        given = by_name(type(self), *arguments, **options)
         grid = _checked_grid(type(self), P_x, P_y, P_W)
-        counts: dict[str, object] = {"in_features": in_features, "out_features": out_features}
-        for what, count in counts.items():
+        for what in ("in_features", "out_features"):
+            count = given[what]
             if not isinstance(count, SupportsIndex) or as_int(count) < 0:
                 raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
-        check_device(kind, device)
+        check_device(kind, given.get("device"))
+        dtype = given.get("dtype")
         if dtype not in (None, *_DTYPES):
             raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
         P_w = P_W.create_cartesian_topology_partition(grid)
-        super().__init__(P_x, P_y, P_w, **own, **options)
+        super().__init__(P_x, P_y, P_w, **own)
         self.P_w, self.placement, self.weights = P_w, placement, placement
-        self.in_features, self.out_features = as_int(in_features), as_int(out_features)
+        self.in_features, self.out_features = as_int(given["in_features"]), as_int(given["out_features"])
         self.grid = LinearGrid(P_w, self.in_features, self.out_features)
-        values = linear_values(self.in_features, self.out_features, bias, dtype)
+        values = linear_values(self.in_features, self.out_features, given.get("bias", True), dtype)
         self.place(values, self._placement)
 
     def _placement(self, key: str) -> Placement:
-        pattern = self.placement if self.grid.blocks > 1 else "replicated"
+        pattern = self.placement if self.P_w.shape[BLOCKS] > 1 else "replicated"
         return block_placement(self.grid.weight if key == "weight" else self.grid.bias, pattern)
 
     def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
@@ -166,14 +161,12 @@ class DistributedLinearAllGather(DistributedLinear):
         in_features: int,
         out_features: int,
         P_x: Partition | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         check_dims(type(self), OF_TENSORS, P_y=P_y)
         P_w = grid_of_workers(P_y, ROWS)
-        super().__init__(P_x or P_y, P_y, P_w, in_features, out_features, bias, device, dtype, **options)
+        super().__init__(P_x or P_y, P_y, P_w, in_features, out_features, *arguments, **options)
 
 
 class DistributedLinearReduceScatter(DistributedLinear):
@@ -211,14 +204,12 @@ class DistributedLinearReduceScatter(DistributedLinear):
         in_features: int,
         out_features: int,
         P_y: Partition | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         check_dims(type(self), OF_TENSORS, P_x=P_x)
         P_w = grid_of_workers(P_x, COLUMNS)
-        super().__init__(P_x, P_y or P_x, P_w, in_features, out_features, bias, device, dtype, **options)
+        super().__init__(P_x, P_y or P_x, P_w, in_features, out_features, *arguments, **options)
 
 
 def _checked_grid(layer: type, P_x: Partition, P_y: Partition, P_W: Any) -> tuple[int, ...]:
