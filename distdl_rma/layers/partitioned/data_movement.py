@@ -166,11 +166,7 @@ class Repartition(_OfBlocks):
     """
 
     def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        preserve_batch: bool = True,
-        **options: Unpack[LayerOptions],
+        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, **options: Unpack[LayerOptions]
     ) -> None:
         check_dims(type(self), (P_y.dim,), P_x=P_x)
         super().__init__(P_x, P_y, preserve_batch, **options)
@@ -519,10 +515,7 @@ class DistributedConcat(MovementLayer[Concat]):
     """
 
     def __init__(
-        self,
-        P_xs: Sequence[Partition],
-        P_y: Partition | None = None,
-        **options: Unpack[LayerOptions],
+        self, P_xs: Sequence[Partition], P_y: Partition | None = None, **options: Unpack[LayerOptions]
     ) -> None:
         P_xs = tuple(P_xs)
         if not P_xs:
@@ -553,10 +546,9 @@ class DistributedConcat(MovementLayer[Concat]):
         """As in the base, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
         self._check_outside(given)
-        pairs = enumerate(zip(self.P_xs, given, strict=False))
-        xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
         # If there are too many shapes, all ranks raise.
-        self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
+        xs = [self.expected(self.partition_of(at, 0), shape, dtype, at) for at, shape in enumerate(given)]
+        self.connect_for(xs)
 
     @reports_failures
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:

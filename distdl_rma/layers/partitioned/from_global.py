@@ -20,7 +20,7 @@ They are functions, capital letters by the document's names: what they return ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index as as_int
 from typing import Any, Unpack
 
@@ -100,10 +100,7 @@ def Conv(  # noqa: N802
 
 
 def InstanceNorm(  # noqa: N802
-    machine: Machine | Partition,
-    extents: Sequence[int],
-    distribution: Distribution,
-    **options: Any,
+    machine: Machine | Partition, extents: Sequence[int], distribution: Distribution, **options: Any
 ) -> norm.DistributedInstanceNorm:
     """Instance normalisation from global parameters; a ``DistributedInstanceNorm1d``, ``2d`` or ``3d``.
 
@@ -180,8 +177,9 @@ def Concat(  # noqa: N802
     except (TypeError, ValueError):
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r}") from None
     batch, total, *space = _extents(who, wanted, (batch, sum(parts), *space), LEADING)
-    if not isinstance(inputs, Sequence):
+    if not isinstance(inputs, Iterable):
         raise PartitionError(f"{who}: inputs are a sequence, a Distribution for each input, got {inputs!r}")
+    inputs = tuple(inputs)
     if len(inputs) != len(parts) or not parts or min(parts) < 0:
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r} for {len(inputs)} distributions")
     numbered = enumerate(inputs)
