@@ -14,7 +14,7 @@ name rank ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -22,7 +22,7 @@ from math import prod
 from operator import index as as_int
 from typing import Any, Protocol, TypeVar
 
-from distdl_rma.errors import PartitionError
+from distdl_rma.errors import DistdlError, PartitionError, ShapeError
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -203,6 +203,21 @@ def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def alike(values: Mapping[int, T], text: str, error: type[DistdlError] = ShapeError) -> T:
+    """The value of all ranks; an error if two ranks, which the text has with their values, differ.
+
+    Examples
+    --------
+    >>> alike({0: 3, 2: 3}, "rank {} has {} but rank {} {}")
+    3
+    """
+    (first, expected), *others = values.items()
+    for rank, value in others:
+        if value != expected:
+            raise error(text.format(first, expected, rank, value))
+    return expected
 
 
 def leaders(groups: Groups, root: int) -> tuple[int, ...]:

@@ -3,10 +3,8 @@
 Two kinds of operands. A *tensor* has a decomposition, and every movement of it is an exchange between two of
 them::
 
-    repartition      blocks on P_x           ->  blocks on P_y
-    all-gather       blocks along a dimension ->  whole along it, on each rank of the line
-    reduce-scatter   terms of a sum           ->  blocks of the sum
-    halo exchange    blocks                   ->  blocks with the elements around them
+    redistribution   blocks, or terms of a sum ->  other blocks of the tensor
+    halo exchange    blocks                    ->  blocks with the elements around them
 
 *Subtensors* are any tensors, one on each rank, that need not be blocks of one: they are summed or copied
 along grid dimensions as vectors. With many ranks that goes along a tree of stages, within nodes first
@@ -16,7 +14,7 @@ along grid dimensions as vectors. With many ranks that goes along a tree of stag
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
 from math import prod
 
@@ -27,8 +25,8 @@ from distdl_rma.geometry import trees
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import Stencil, Window, WindowSplit
-from distdl_rma.geometry.intervals import Balanced, Section
-from distdl_rma.geometry.partition import Groups, Partition, groups_along, groups_onto
+from distdl_rma.geometry.intervals import Section
+from distdl_rma.geometry.partition import Groups, Partition, alike, groups_along, groups_onto
 from distdl_rma.geometry.trees import NodeOf, Stage
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
@@ -75,29 +73,6 @@ def redistribution(
 ) -> StagedMove:
     """Move from any decomposition to any other: elements of several owners are summed."""
     return StagedMove([movement_between(site, source, target, dtype)], dtype, target)
-
-
-def repartition(site: CallSite, source: Decomposition, P_y: Partition, dtype: torch.dtype) -> StagedMove:
-    """Redistribute to balanced blocks on another grid."""
-    return redistribution(site, source, Decomposition.balanced(P_y, source.shape), dtype)
-
-
-def all_gather(
-    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
-) -> StagedMove:
-    """Redistribute to blocks that are whole along some dimensions; grid dimension d cuts dimension d."""
-    kept = tuple(None if d in axes else d for d in range(source.partition.dim))
-    splits = tuple(Balanced(s.extent, 1) if d in axes else s for d, s in enumerate(source.splits))
-    return redistribution(site, source, Decomposition(source.partition, splits, kept), dtype)
-
-
-def reduce_scatter(
-    site: CallSite, source: Decomposition, axes: Collection[int], dtype: torch.dtype
-) -> StagedMove:
-    """Sum over the ranks along some grid dimensions, and cut the sum along the same dimensions."""
-    P = source.partition
-    splits = tuple(Balanced(s.extent, P.shape[d]) if d in axes else s for d, s in enumerate(source.splits))
-    return redistribution(site, source, Decomposition(P, splits, tuple(range(P.dim))), dtype)
 
 
 class HaloExchange(StagedMove):
@@ -160,7 +135,7 @@ class Concat(Operation):
         dtypes: Sequence[torch.dtype],
         P_y: Partition,
     ) -> None:
-        shape, self.dtype = joined([source.shape for source in sources], dtypes, P_y.dim)
+        shape, self.dtype = joined([source.shape for source in sources], dtypes)
         target, first = Decomposition.balanced(P_y, shape), sources[0]
         stays = P_y.shape[CHANNELS] == 1 and all(source.partition == P_y for source in sources)
         if stays:
@@ -193,35 +168,20 @@ class Concat(Operation):
             part = (x if request is None else request.movement.wait(request)).to(self.dtype)
             # An input without elements may have any shape.
             parts.append(part if part.numel() else part.reshape(shape))
-        if self.output.partition.active:
-            return torch.cat(parts, CHANNELS)
-        return torch.cat([part.reshape(-1) for part in parts])
+        return torch.cat(parts, CHANNELS)
 
 
 def joined(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], dim: int
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of a concatenation along the channels.
-
-    ``ShapeError`` if an input has another number of dimensions than ``dim``, another extent than the first
-    input in a dimension other than the channels, or a type that torch does not promote.
-    """
-    first, joint = shapes[0], dtypes[0]
-    for at, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        if len(shape) != dim:
-            raise ShapeError(f"input {at} has {len(shape)} dimensions, shape {shape}, the partitions {dim}")
-        if dtype != joint:
-            try:
-                joint = torch.promote_types(joint, dtype)
-            except RuntimeError as error:
-                raise ShapeError(f"input 0 is {dtypes[0]} but input {at} is {dtype}: {error}") from None
-        differs = [d for d, n in enumerate(shape) if d != CHANNELS and n != first[d]]
-        if differs:
-            raise ShapeError(
-                f"input 0 has shape {first} but input {at} {shape}, which must agree in dimension"
-                f" {differs[0]}"
-            )
-    return (first[0], sum(shape[CHANNELS] for shape in shapes), *first[CHANNELS + 1 :]), joint
+    """Shape and type of a concatenation along the channels; ``ShapeError`` with torch's reason if none."""
+    kinds = list(zip(shapes, dtypes, strict=True))
+    try:
+        y = torch.cat([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds], CHANNELS)
+        return tuple(y.shape), reduce(torch.promote_types, dtypes)
+    except (RuntimeError, TypeError) as error:
+        given = "; ".join(f"input {at} is {shape} of {dtype}" for at, (shape, dtype) in enumerate(kinds))
+        raise ShapeError(f"{error}; {given}") from None
 
 
 # Decomposition of a tensor, whose replicas are the terms of sums; or, by rank id, the local shapes of
@@ -243,14 +203,8 @@ def _between_grids(
     many, few = ((P_x, flips[0]), (P_y, flips[1]))[:: 1 if sums else -1]
     groups, roots = groups_onto(many[0], few[0], many[1], few[1]), few[0].ranks
     alone = tuple((root,) for root in roots)
-
-    def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        me = site.machine.rank
-        if sums:
-            return trees.reduction(groups, roots, lengths, node_of, me)
-        return trees.broadcast(roots, groups, lengths, node_of, me)
-
     givers, takers = (groups, alone) if sums else (alone, groups)
+    stages = partial(trees.reduction, groups, roots) if sums else partial(trees.broadcast, roots, groups)
     return _staged(site, source, givers, takers, _onto(source, P_y, flips), dtype, stages)
 
 
@@ -264,13 +218,8 @@ def all_sum_reduce(
     site: CallSite, source: Subtensors, P_x: Partition, axes: Collection[int], dtype: torch.dtype
 ) -> StagedMove:
     """Sum subtensors along dimensions of the grid, on all ranks that have one; bitwise equal results."""
-    groups = groups_along(P_x, axes)
-
-    def stages(lengths: list[int], node_of: NodeOf) -> list[Stage]:
-        return trees.all_reduction(groups, lengths, node_of, site.machine.rank)
-
-    output = source if isinstance(source, Decomposition) else None
-    return _staged(site, source, groups, groups, output, dtype, stages)
+    groups, output = groups_along(P_x, axes), source if isinstance(source, Decomposition) else None
+    return _staged(site, source, groups, groups, output, dtype, partial(trees.all_reduction, groups))
 
 
 def _onto(source: Subtensors, P_y: Partition, flips: tuple[bool, bool]) -> Decomposition | None:
@@ -294,7 +243,7 @@ def _staged(
     takers: Groups,
     output: Decomposition | None,
     dtype: torch.dtype,
-    stages: Callable[[list[int], NodeOf], list[Stage]],
+    stages: Callable[[list[int], NodeOf, int], list[Stage]],
 ) -> StagedMove:
     # givers and takers: per group, the ranks that have its subtensor, and the ranks that get it.
     machine = site.machine
@@ -302,7 +251,7 @@ def _staged(
     of_taker = {rank: shape for group, shape in zip(takers, subtensors, strict=True) for rank in group}
     nodes = machine.segments.segment.nodes
     node_of = {member: number for number, node in enumerate(nodes) for member in node}
-    found = stages([prod(shape) for shape in subtensors], node_of.__getitem__)
+    found = stages([prod(shape) for shape in subtensors], node_of.__getitem__, machine.rank)
     # Where sums are summed again, short types travel in a longer type: they are rounded once, at the end.
     sums = len(found) > (2 if givers is takers else 1)
     movements = movements_through(site, found, sum_dtype(dtype) if sums else dtype)
@@ -310,15 +259,8 @@ def _staged(
 
 
 def _common_shape(group: Collection[int], source: Subtensors) -> tuple[int, ...]:
-    if isinstance(source, Decomposition):
-        shapes = {rank: source.box(rank).shape for rank in group}
-    else:
-        shapes = {rank: source[rank] for rank in group}
-    (first, expected), *others = shapes.items()
-    for rank, shape in others:
-        if shape != expected:
-            raise ShapeError(
-                f"subtensors that are summed must be equal in shape: rank {first} passes {expected}"
-                f" but rank {rank} {shape}"
-            )
-    return expected
+    shapes = {
+        rank: source.box(rank).shape if isinstance(source, Decomposition) else source[rank] for rank in group
+    }
+    text = "subtensors that are summed must be equal in shape: rank {} passes {} but rank {} {}"
+    return alike(shapes, text)

@@ -14,7 +14,7 @@ form). Several data-parallel blocks are copies of this picture, each with a shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,7 +27,6 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import (
-    GradientNeeds,
     OperatorFunction,
     uncompiled,
 )
@@ -51,16 +50,6 @@ class LinearGrid:
     P_w: Partition
     in_features: int
     out_features: int
-
-    @property
-    def blocks(self) -> int:
-        """Number of data-parallel blocks."""
-        return self.P_w.shape[BLOCKS]
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether this rank adds its block of the bias."""
-        return self.P_w.index is not None and self.P_w.index[COLUMNS] == 0
 
     @property
     def weight(self) -> Decomposition:
@@ -137,18 +126,14 @@ class SplitLinear(GatherComputeScatter):
         super().__init__(site, source.partition.active, grid.P_w.active, owned)
         self.gather = movement_or_none(site, source, read, dtype, "gather")
         self.scatter = movement_or_none(site, made, owned, dtype, "scatter")
-        self._adds_bias, self._places = grid.adds_bias, places
+        self._adds_bias, self._places = grid.bias.partition.active, places
         self._shape, self._dtype = read.box(site.machine.rank).shape, dtype
 
-    def carry_out(self, needs: GradientNeeds, x: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
         """Partial outputs of this rank's block of the weight."""
         if not x.numel():
             # An input without elements may have any shape and type.
             x = x.to(self._dtype).reshape(self._shape)
-        return super().carry_out(needs, x, weights)
-
-    def compute(self, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-        """Partial outputs of this rank's block of the weight."""
         weight, offer = weights["weight"], self._places and self._places()
         bias = weights.get("bias") if self._adds_bias else None
         # A moved or cast weight is no leaf: its gradient is not yet the parameter's.

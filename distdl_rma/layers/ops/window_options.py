@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distdl_rma.errors import ShapeError
+from distdl_rma.errors import ShapeError, UnsupportedError
 from distdl_rma.geometry.halo import Stencil, each_dim
 from distdl_rma.layers.ops.resizing import ResizeOptions, Resizing
 from distdl_rma.layers.ops.windows import (
@@ -40,6 +40,8 @@ def options_of(operation: type[WindowOperation[Any]], given: Mapping[str, Any], 
     if operation is Padding:
         return _padding(given, dims)
     if operation is Resizing:
+        if given["mode"] == "area":
+            raise ShapeError("mode 'area' is an adaptive average pool: use DistributedAdaptiveAvgPool")
         size, factor = given["size"], given["scale_factor"]
         sizes = None if size is None else each_dim(size, dims)
         factors = None if factor is None else tuple(map(float, each_dim(factor, dims, float)))
@@ -71,5 +73,10 @@ def _padding(given: Mapping[str, Any], dims: int) -> PadOptions:
         raise ShapeError(f"padding {numbers} has more than {2 * dims} numbers, only spatial sides are padded")
     numbers += (0,) * (2 * dims - len(numbers))
     sides = tuple(zip(numbers[::2], numbers[1::2], strict=True))[::-1]
+    if given["mode"] == "circular" and any(min(pair) < 0 < max(pair) for pair in sides):
+        raise UnsupportedError(
+            f"padding {given['padding']!r} crops one end of a dimension and wraps around at the other; crop"
+            " by a layer of its own before this one"
+        )
     value = given.get("value", 0.0)
     return PadOptions(sides, given["mode"] if value == 0 else "constant", value)

@@ -26,7 +26,7 @@ from distdl_rma.errors import ArgumentError, PartitionError, ShapeError, Unsuppo
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.ops.conv.conv_transpose import TransposedConvolution, output_padding_for
 from distdl_rma.layers.ops.conv.convolution import Convolution, convolve
 from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, options_of
@@ -70,8 +70,7 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
         self.options = found
         self.P_W, self.placement, self.weights = P_W, placement, placement
         self.take_over(like)
-        values = {"weight": like.weight, "bias": like.bias}
-        self.place(values, {key: self._placement(key, p.shape) for key, p in values.items() if p is not None})
+        self.place({"weight": like.weight, "bias": like.bias}, self._placement)
 
     def _source_of(self, facts: dict[int, InputFacts]) -> tuple[Decomposition, torch.dtype]:
         source, dtype = source_of(self.P_x, facts)
@@ -80,10 +79,11 @@ class ConvolutionLayer(OperatorLayer[O], _ConvNd):
             raise UnsupportedError(f"input and weights are {dtype}, only floating point is supported")
         return source, dtype
 
-    def _placement(self, key: str, shape: torch.Size) -> Placement:
+    def _placement(self, key: str) -> Placement:
         workers, pattern, of_weight = self.options.workers, self.placement, key == "weight"
         users = workers.grid if of_weight or self._rows == OUT else self.P_y
         if self.P_W is None:
+            shape = workers.weight if of_weight else (self.out_channels,)
             return whole_placement(self.machine, self.P_x, users, shape, pattern)
         blocks = workers.blocks() if of_weight else workers.bias(self.out_channels)
         if users is workers.grid:
@@ -113,8 +113,6 @@ def partitions_among(
     for key, partition in given:
         if key in found:
             raise PartitionError(f"{kind}: {key} is given twice, {found[key]} and {partition}")
-        if not isinstance(partition, Partition):
-            raise PartitionError(f"{kind}: {key} must be a partition, got {partition!r}")
         found[key] = partition
     check_dims(layer, (dims,), **found)
     return found.get("P_y"), found.get("P_W"), tuple(others[count:])
@@ -247,14 +245,8 @@ class DistributedConvTranspose(ConvolutionLayer[TransposedConvolution]):
     def plan(self, facts: dict[int, InputFacts]) -> TransposedConvolution:
         """Operation for the input that the ranks form; ``ShapeError`` if their ``output_size`` differ."""
         source, dtype = self._source_of(facts)
-        given = {rank: size and tuple(size) for rank, fact in facts.items() for size in fact.call_arguments}
-        (first, expected), *others = given.items()
-        for rank, size in others:
-            if size != expected:
-                raise ShapeError(
-                    f"output_size must be alike on all ranks: rank {first} has {expected or None}"
-                    f" but rank {rank} {size or None}"
-                )
+        sizes = {rank: fact.call_arguments[0] for rank, fact in facts.items()}
+        expected: Any = alike(sizes, "output_size must be alike on all ranks: rank {} has {} but rank {} {}")
         extra = self.output_padding
         if expected is not None:
             extra = output_padding_for(self.options.stencil, source.shape[LEADING:], expected)

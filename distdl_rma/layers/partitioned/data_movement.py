@@ -30,30 +30,29 @@ from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition, groups_onto
 from distdl_rma.layers.ops import data_movement
-from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
+from distdl_rma.layers.ops.core.autograd import reports_failures
 from distdl_rma.layers.ops.core.operation import Operation
 from distdl_rma.layers.ops.data_movement import (
     CHANNELS,
     Concat,
     StagedMove,
     Subtensors,
-    all_gather,
     all_sum_reduce,
     broadcast,
-    reduce_scatter,
-    repartition,
+    redistribution,
     sum_reduce,
 )
 from distdl_rma.layers.ops.window_gather import PADDING_MODES
-from distdl_rma.layers.partitioned.core.arguments import LayerOptions
+from distdl_rma.layers.partitioned.core.arguments import LayerOptions, check_dims
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
 from distdl_rma.layers.partitioned.core.layer import nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
+from distdl_rma.layers.split import layout as lay
 
 M = TypeVar("M", bound=Operation)
-# One grid dimension or several.
-Axes = int | Iterable[int]
+# One grid dimension or several; None if the other argument says which.
+Axes = int | Iterable[int] | None
 
 
 class MovementLayer(OperatorLayer[M]):
@@ -81,9 +80,24 @@ class MovementLayer(OperatorLayer[M]):
         y = super().idle_output(x, others)
         return y if self.preserve_batch or not x.numel() else y.flatten()
 
-    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as returned to the caller; the movement has put it into a graph if needed."""
-        return deliver(y, self.P_y.active, x.shape[0] if self.preserve_batch and x.dim() else None)
+
+class _OfBlocks(MovementLayer[StagedMove]):
+    # A movement of one tensor, from its blocks on P_x to other blocks.
+    # Dimensions of P_x along which the ranks have terms of a sum, in place of blocks.
+    summed: tuple[int, ...] = ()
+
+    def target(self, source: Decomposition) -> Decomposition:
+        """Blocks that the ranks get."""
+        return Decomposition.balanced(self.P_y, source.shape)
+
+    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
+        """Movement to the other blocks; elements of several ranks are summed."""
+        source, dtype = source_of(self.P_x, facts, self.summed)
+        return redistribution(self.site, source, self.target(source), dtype)
+
+    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
+        """Balanced, and whole along summed dimensions."""
+        return Decomposition.balanced(P_x, shape, self.summed)
 
 
 class LayerAlongAxes(MovementLayer[StagedMove]):
@@ -95,18 +109,12 @@ class LayerAlongAxes(MovementLayer[StagedMove]):
     _argument: ClassVar[str]
     _shown = ("axes",)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        axes: Axes | None,
-        keep: Axes | None,
-        **options: Unpack[LayerOptions],
-    ) -> None:
+    def __init__(self, P_x: Partition, axes: Axes, keep: Axes, **options: Unpack[LayerOptions]) -> None:
         self.axes = chosen_axes(type(self).__name__, P_x, self._argument, axes, keep)
         super().__init__(P_x, **options)
 
 
-def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axes | None) -> tuple[int, ...]:
+def chosen_axes(kind: str, P: Partition, what: str, axes: Axes, keep: Axes) -> tuple[int, ...]:
     """Grid dimensions ``axes``, or all except ``keep``; sorted.
 
     Examples
@@ -131,7 +139,7 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes | None, keep: Axe
     return tuple(d for d in range(P.dim) if (d in found) == (keep is None))
 
 
-class Repartition(MovementLayer[StagedMove]):
+class Repartition(_OfBlocks):
     """Move a tensor from one Cartesian partition to another; the result is balanced.
 
     The result is always new memory. The adjoint moves gradients back to the blocks of the input.
@@ -158,30 +166,17 @@ class Repartition(MovementLayer[StagedMove]):
     """
 
     def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        preserve_batch: bool = True,
-        **options: Unpack[LayerOptions],
+        self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, **options: Unpack[LayerOptions]
     ) -> None:
-        if P_x.dim != P_y.dim:
-            raise PartitionError(
-                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape} but P_y has {P_y.dim}"
-                f" {P_y.shape}"
-            )
+        check_dims(type(self), (P_y.dim,), P_x=P_x)
         super().__init__(P_x, P_y, preserve_batch, **options)
-
-    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Movement of the input's blocks to balanced blocks."""
-        source, dtype = source_of(self.P_x, facts)
-        return repartition(self.site, source, self.P_y, dtype)
 
 
 # Another name of this layer.
 DistributedTranspose = Repartition
 
 
-class AllGather(LayerAlongAxes):
+class AllGather(LayerAlongAxes, _OfBlocks):
     """Gather a tensor along some grid dimensions, on every rank.
 
     Each rank receives the shards of all ranks that differ from it only in these dimensions. Local output:
@@ -216,19 +211,18 @@ class AllGather(LayerAlongAxes):
     def __init__(
         self,
         P_x: Partition,
-        axes_all_gather: Axes | None = None,
-        axes_keep: Axes | None = None,
-        **options: Unpack[LayerOptions],
+        axes_all_gather: Axes = None,
+        axes_keep: Axes = None,
+        **options: Any,
     ) -> None:
         super().__init__(P_x, axes_all_gather, axes_keep, **options)
 
-    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Movement of blocks to blocks that are whole along the gathered dimensions."""
-        source, dtype = source_of(self.P_x, facts)
-        return all_gather(self.site, source, self.axes, dtype)
+    def target(self, source: Decomposition) -> Decomposition:
+        """Blocks that are whole along the gathered dimensions."""
+        return lay.whole(source, self.axes)
 
 
-class ReduceScatter(LayerAlongAxes):
+class ReduceScatter(LayerAlongAxes, _OfBlocks):
     """Sum the tensors of ranks that differ only in some grid dimensions, and cut the sum along these.
 
     Local input: whole along the scattered dimensions, of equal shape on the ranks that are summed. Local
@@ -248,20 +242,17 @@ class ReduceScatter(LayerAlongAxes):
     def __init__(
         self,
         P_x: Partition,
-        axes_reduce_scatter: Axes | None = None,
-        axes_keep: Axes | None = None,
-        **options: Unpack[LayerOptions],
+        axes_reduce_scatter: Axes = None,
+        axes_keep: Axes = None,
+        **options: Any,
     ) -> None:
         super().__init__(P_x, axes_reduce_scatter, axes_keep, **options)
+        self.summed = self.axes
 
-    def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
-        """Movement of tensors that are whole along the scattered dimensions to balanced blocks of the sum."""
-        source, dtype = source_of(self.P_x, facts, replicate=self.axes)
-        return reduce_scatter(self.site, source, self.axes, dtype)
-
-    def expected_blocks(self, P_x: Partition, shape: Sequence[int]) -> Decomposition:
-        """Whole along the scattered dimensions."""
-        return Decomposition.balanced(P_x, shape, self.axes)
+    def target(self, source: Decomposition) -> Decomposition:
+        """Blocks of the sum, balanced along the scattered dimensions."""
+        scattered = Decomposition.balanced(self.P_x, source.shape)
+        return scattered.with_splits({d: s for d, s in enumerate(source.splits) if d not in self.axes})
 
 
 class HaloExchange(MovementLayer[data_movement.HaloExchange]):
@@ -466,7 +457,7 @@ class Broadcast(_Between):
     _operation = staticmethod(broadcast)
 
 
-class AllSumReduce(_OfSubtensors, LayerAlongAxes):
+class AllSumReduce(LayerAlongAxes, _OfSubtensors):
     """Sum the subtensors of ranks that differ only in some grid dimensions; each of them receives the sum.
 
     Subtensors that are summed must be equal in shape; otherwise any shape is valid for any grid. The result
@@ -484,13 +475,9 @@ class AllSumReduce(_OfSubtensors, LayerAlongAxes):
     _argument = "axes_reduce"
 
     def __init__(
-        self,
-        P_x: Partition,
-        axes_reduce: Axes | None = None,
-        axes_keep: Axes | None = None,
-        **options: Unpack[LayerOptions],
+        self, P_x: Partition, axes_reduce: Axes = None, axes_keep: Axes = None, **options: Any
     ) -> None:
-        LayerAlongAxes.__init__(self, P_x, axes_reduce, axes_keep, **options)
+        super().__init__(P_x, axes_reduce, axes_keep, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> StagedMove:
         """Sum within groups of ranks."""
@@ -528,21 +515,15 @@ class DistributedConcat(MovementLayer[Concat]):
     """
 
     def __init__(
-        self,
-        P_xs: Sequence[Partition],
-        P_y: Partition | None = None,
-        **options: Unpack[LayerOptions],
+        self, P_xs: Sequence[Partition], P_y: Partition | None = None, **options: Unpack[LayerOptions]
     ) -> None:
-        kind, P_xs = type(self).__name__, tuple(P_xs)
+        P_xs = tuple(P_xs)
         if not P_xs:
-            raise PartitionError(f"{kind}: needs the partition of one input at least, got none")
+            raise PartitionError(f"{type(self).__name__}: needs the partition of at least one input")
         P_y = P_xs[0] if P_y is None else P_y
-        for which, partition in (*((f"P_xs[{at}]", P_x) for at, P_x in enumerate(P_xs)), ("P_y", P_y)):
-            if partition.dim != P_y.dim or partition.dim <= CHANNELS:
-                raise PartitionError(
-                    f"{kind}: {which} has {partition.dim} dimensions {partition.shape} but P_y {P_y.dim}"
-                    f" {P_y.shape}; all need those of the tensors, batch and channels first"
-                )
+        # The dimensions of the tensors: batch and channels at least.
+        dims = (max(P_y.dim, CHANNELS + 1),)
+        check_dims(type(self), dims, **{f"P_xs[{at}]": P_x for at, P_x in enumerate(P_xs)}, P_y=P_y)
         super().__init__(P_xs, P_y, **options)
 
     def plan(self, facts: dict[int, InputFacts]) -> Concat:
@@ -565,10 +546,9 @@ class DistributedConcat(MovementLayer[Concat]):
         """As in the base, with the global shape of each input; ``dtype`` is torch's default if None."""
         given = [None] * len(self.P_xs) if shapes is None else list(shapes)
         self._check_outside(given)
-        pairs = enumerate(zip(self.P_xs, given, strict=False))
-        xs = [self.expected(P_x, shape, dtype, at) for at, (P_x, shape) in pairs]
         # If there are too many shapes, all ranks raise.
-        self.connect_for([*xs, *[torch.empty(0)] * (len(given) - len(xs))])
+        xs = [self.expected(self.partition_of(at, 0), shape, dtype, at) for at, shape in enumerate(given)]
+        self.connect_for(xs)
 
     @reports_failures
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -581,10 +561,3 @@ class DistributedConcat(MovementLayer[Concat]):
         if self.agreement is None and len(given) != len(self.P_xs):
             takes = f"takes {len(self.P_xs)} inputs, got {len(given)}"
             raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {takes}")
-
-    def leave(self, y: torch.Tensor, x: torch.Tensor, needs: GradientNeeds) -> torch.Tensor:
-        """Result as returned to the caller, in a graph if that of any rank is, also for mixed types.
-
-        A rank may hold elements of integer inputs alone, which are in no graph.
-        """
-        return anchored(super().leave(y, x, needs), needs.any)

@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from distdl_rma.errors import ShapeError, UnsupportedError
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.geometry.intervals import Balanced
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.ops.core.tensors import problem_with
 from distdl_rma.layers.ops.embedding import INDICES, Embedding
 from distdl_rma.layers.partitioned.core.arguments import (
@@ -96,23 +98,25 @@ class DistributedEmbedding(OperatorLayer[Embedding], nn.Embedding):
         check_device(kind, None if weight is None else weight.device)
         nothing = [torch.zeros(0, dtype=torch.int64)]
         like = torchs_layer(type(self), **given, sample=nothing)
-        vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
-        super().__init__(P_x, vectors if P_y is None else P_y, **own)
+        self._vectors = P_x.create_cartesian_topology_partition((*P_x.shape, 1))
+        super().__init__(P_x, self._vectors if P_y is None else P_y, **own)
         self.take_over(like)
-        self._target, self.placement, self.weights = P_y, placement, placement
+        self.placement, self.weights = placement, placement
         place = whole_placement(self.machine, P_x, P_x, like.weight.shape, placement)
-        self.place({"weight": like.weight}, {"weight": place})
+        self.place({"weight": like.weight}, lambda _key: place)
 
     def plan(self, facts: dict[int, InputFacts]) -> Embedding:
         """Operation whose vectors are cut as their indices, or are on P_y if given."""
         source, dtype = source_of(self.P_x, facts)
         # In the order of ranks, so that all of them say the same.
-        kinds = [*dict.fromkeys(fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x)]
-        kind = kinds[0]
-        if len(kinds) != 1 or kind is None:
-            raise ShapeError(f"the ranks' weights differ in type: {kinds}")
-        table = self.embedding_dim, self.padding_idx, kind
-        return Embedding(self.site, source, dtype, *table, self._target)
+        kinds = {rank: fact.weights for rank, fact in sorted(facts.items()) if rank in self.P_x}
+        kind: Any = alike(kinds, "the ranks' weights differ in type: rank {} has {} but rank {} {}")
+        if dtype not in INDICES:
+            raise ShapeError(f"indices are {dtype}, wanted one of {INDICES}")
+        splits = *source.splits, Balanced(self.embedding_dim, 1)
+        own = Decomposition(self._vectors, splits, tuple(range(len(splits))))
+        output = own if self.P_y is self._vectors else Decomposition.balanced(self.P_y, own.shape)
+        return Embedding(self.site, own, output, kind, self.padding_idx)
 
     def input_problem(self, x: torch.Tensor) -> str:
         """Error text if an index is out of range.

@@ -20,7 +20,7 @@ They are functions, capital letters by the document's names: what they return ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index as as_int
 from typing import Any, Unpack
 
@@ -32,8 +32,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT, Distribution
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.partitioned import conv, norm
-from distdl_rma.layers.partitioned.core.arguments import chosen_placement
-from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.partitioned.core.arguments import LayerOptions
 from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.partitioned.data_movement import DistributedConcat
 from distdl_rma.segments.machine import Machine
@@ -48,20 +47,7 @@ def Conv(  # noqa: N802
     extents: Sequence[int],
     input: Distribution,
     output: Distribution | None = None,
-    *,
-    kernel_size: int | tuple[int, ...],
-    stride: int | tuple[int, ...] = 1,
-    padding: int | tuple[int, ...] | str = 0,
-    dilation: int | tuple[int, ...] = 1,
-    groups: int = 1,
-    bias: bool = True,
-    padding_mode: str = "zeros",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    placement: str | None = None,
-    weights: str | None = None,
-    name: str | None = None,
-    **callbacks: Unpack[Callbacks],
+    **options: Any,
 ) -> conv.DistributedConv:
     """Convolution from global parameters; a ``DistributedConv1d``, ``2d`` or ``3d``.
 
@@ -71,6 +57,8 @@ def Conv(  # noqa: N802
         (N, C, F, H, W), or with one or three spatial extents: batch, input channels, filters, image.
     input, output
         Distribution of the tensors, over C and over F; that of the input if ``output`` is None.
+    kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype, name
+        By name, as for :class:`DistributedConv2d`; so are callbacks.
     placement, weights
         ``"replicated"``, the only pattern of the interface document: weights are on all ranks of the machine.
         Others raise ``UnsupportedError``.
@@ -87,22 +75,20 @@ def Conv(  # noqa: N802
     >>> conv(torch.rand(2, 3, 8, 16)).shape  # this rank's rows
     torch.Size([2, 8, 8, 16])
     """
-    who = name or "Conv"
+    who = options.get("name") or "Conv"
     batch, channels, filters, *space = _extents(who, "(N, C, F, H, W)", extents, 3)
     if min(channels, filters) < 1:
         raise ShapeError(f"{who}: needs channels, got {channels} in and {filters} out")
     output = input if output is None else output
     P_x = _partition_for(f"{who}: input", machine, input, INPUT, len(space))
     P_y = _partition_for(f"{who}: output", machine, output, OUTPUT, len(space))
-    pattern = chosen_placement(who, placement, weights, ("replicated", "root", "cut"))
-    if pattern != "replicated":
-        given = "weights" if placement is None else "placement"
-        raise UnsupportedError(
-            f'{who}: {given}={pattern!r}: from global parameters weights are "replicated", the only pattern'
-            " of the interface document; build the layer from partitions for others"
-        )
-    arguments = (channels, filters, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
-    layer = _CONVS[len(space) - 1](P_x, *arguments, device, dtype, P_y=P_y, name=name, **callbacks)
+    for key in ("placement", "weights"):
+        if options.get(key) not in (None, "replicated"):
+            raise UnsupportedError(
+                f'{who}: {key}={options[key]!r}: from global parameters weights are "replicated", the only'
+                " pattern of the interface document; build the layer from partitions for others"
+            )
+    layer = _CONVS[len(space) - 1](P_x, channels, filters, P_y=P_y, **options)
     with attributed(who):
         outputs = layer.options.stencil.outputs(tuple(space))
     layer.announce(
@@ -114,19 +100,7 @@ def Conv(  # noqa: N802
 
 
 def InstanceNorm(  # noqa: N802
-    machine: Machine | Partition,
-    extents: Sequence[int],
-    distribution: Distribution,
-    *,
-    eps: float = 1e-5,
-    momentum: float | None = 0.1,
-    affine: bool = False,
-    track_running_stats: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    bias: bool = True,
-    name: str | None = None,
-    **callbacks: Unpack[Callbacks],
+    machine: Machine | Partition, extents: Sequence[int], distribution: Distribution, **options: Any
 ) -> norm.DistributedInstanceNorm:
     """Instance normalisation from global parameters; a ``DistributedInstanceNorm1d``, ``2d`` or ``3d``.
 
@@ -138,6 +112,8 @@ def InstanceNorm(  # noqa: N802
         (N, C, H, W), or with one or three spatial extents.
     distribution
         Distribution of input and output.
+    eps, momentum, affine, track_running_stats, device, dtype, bias, name
+        By name, as for :class:`DistributedInstanceNorm2d`; so are callbacks.
 
     Notes
     -----
@@ -151,13 +127,12 @@ def InstanceNorm(  # noqa: N802
     >>> norm(torch.rand(2, 3, 8, 16)).shape  # this rank's rows
     torch.Size([2, 3, 8, 16])
     """
-    who = name or "InstanceNorm"
+    who = options.get("name") or "InstanceNorm"
     batch, channels, *space = _extents(who, "(N, C, H, W)", extents, LEADING)
     P_x = _partition_for(who, machine, distribution, NORM, len(space))
-    arguments = (channels, eps, momentum, affine, track_running_stats, device, dtype)
-    layer = _NORMS[len(space) - 1](P_x, *arguments, bias=bias, placement="replicated", name=name, **callbacks)
+    layer = _NORMS[len(space) - 1](P_x, channels, placement="replicated", **options)
     blocks = Decomposition.balanced(P_x, (batch, channels, *space))
-    layer.announce((blocks,), blocks, dtype or torch.get_default_dtype())
+    layer.announce((blocks,), blocks, options.get("dtype") or torch.get_default_dtype())
     return layer
 
 
@@ -168,8 +143,7 @@ def Concat(  # noqa: N802
     output: Distribution | None = None,
     *,
     dtype: torch.dtype | None = None,
-    name: str | None = None,
-    **callbacks: Unpack[Callbacks],
+    **options: Unpack[LayerOptions],
 ) -> DistributedConcat:
     """Concatenation along channels from global parameters; a ``DistributedConcat``.
 
@@ -196,25 +170,23 @@ def Concat(  # noqa: N802
     >>> cat(torch.rand(2, 3, 8, 16), torch.rand(2, 5, 8, 16)).shape  # this rank's rows
     torch.Size([2, 8, 8, 16])
     """
-    who, wanted = name or "Concat", "(N, (C1, C2, ...), H, W)"
+    who, wanted = options.get("name") or "Concat", "(N, (C1, C2, ...), H, W)"
     try:
         batch, channels, *space = extents
         parts = [as_int(count) for count in channels]
     except (TypeError, ValueError):
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r}") from None
     batch, total, *space = _extents(who, wanted, (batch, sum(parts), *space), LEADING)
-    try:
-        inputs = tuple(inputs)
-    except TypeError:
-        wanted = "inputs are a sequence, a Distribution for each input"
-        raise PartitionError(f"{who}: {wanted}, got {inputs!r}") from None
+    if not isinstance(inputs, Iterable):
+        raise PartitionError(f"{who}: inputs are a sequence, a Distribution for each input, got {inputs!r}")
+    inputs = tuple(inputs)
     if len(inputs) != len(parts) or not parts or min(parts) < 0:
         raise ShapeError(f"{who}: extents are {wanted}, got {extents!r} for {len(inputs)} distributions")
     numbered = enumerate(inputs)
     P_xs = [_partition_for(f"{who}: input {at}", machine, each, INPUT, len(space)) for at, each in numbered]
     chosen = inputs[0] if output is None else output
     P_y = _partition_for(f"{who}: output", machine, chosen, OUTPUT, len(space))
-    layer = DistributedConcat(P_xs, P_y, name=name, **callbacks)
+    layer = DistributedConcat(P_xs, P_y, **options)
     layer.announce(
         [Decomposition.balanced(P_x, (batch, count, *space)) for P_x, count in zip(P_xs, parts, strict=True)],
         Decomposition.balanced(P_y, (batch, total, *space)),

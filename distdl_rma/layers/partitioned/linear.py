@@ -14,7 +14,7 @@ Which is best follows from the sizes: the rows form moves the input, the columns
 from __future__ import annotations
 
 from operator import index as as_int
-from typing import ClassVar, SupportsIndex, Unpack
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -30,10 +30,12 @@ from distdl_rma.layers.ops.linear import (
     grid_of_workers,
 )
 from distdl_rma.layers.partitioned.core.arguments import (
-    LayerOptions,
+    OF_TENSORS,
     PlacedOptions,
+    by_name,
     check_device,
-    chosen_placement,
+    check_dims,
+    placed_options,
 )
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
@@ -80,49 +82,38 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     """
 
     _allowed: ClassVar[tuple[str, ...]] = ("replicated", "root")
+    _by_name = (*PlacedOptions.__annotations__,)
     _shown = ("in_features", "out_features", "bias")
     weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch leaves the None out
 
     def __init__(
-        self,
-        P_x: Partition,
-        P_y: Partition,
-        P_W: Partition,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        placement: str | None = None,
-        weights: str | None = None,
-        **options: Unpack[LayerOptions],
+        self, P_x: Partition, P_y: Partition, P_W: Partition, *arguments: Any, **options: Any
     ) -> None:
         kind = type(self).__name__
+        own, placement = placed_options(type(self), self._allowed, options)
         # No torch layer checks the arguments here: it would hold the whole weight on every rank.
-        grid = _checked_grid(kind, P_x, P_y, P_W)
-        counts: dict[str, object] = {"in_features": in_features, "out_features": out_features}
-        for what, count in counts.items():
+        given = by_name(type(self), *arguments, **options)
+        grid = _checked_grid(type(self), P_x, P_y, P_W)
+        for what in ("in_features", "out_features"):
+            count = given[what]
             if not isinstance(count, SupportsIndex) or as_int(count) < 0:
                 raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
-        placement = chosen_placement(kind, placement, weights, self._allowed)
-        check_device(kind, device)
+        check_device(kind, given.get("device"))
+        dtype = given.get("dtype")
         if dtype not in (None, *_DTYPES):
             raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
         P_w = P_W.create_cartesian_topology_partition(grid)
-        super().__init__(P_x, P_y, P_w, **options)
+        super().__init__(P_x, P_y, P_w, **own)
         self.P_w, self.placement, self.weights = P_w, placement, placement
-        self.in_features, self.out_features = as_int(in_features), as_int(out_features)
+        self.in_features, self.out_features = as_int(given["in_features"]), as_int(given["out_features"])
         self.grid = LinearGrid(P_w, self.in_features, self.out_features)
-        values = linear_values(self.in_features, self.out_features, bias, dtype)
-        places = self._placements()
-        self.place(values, {key: places[key] for key, value in values.items() if value is not None})
+        values = linear_values(self.in_features, self.out_features, given.get("bias", True), dtype)
+        self.place(values, self._placement)
 
-    def _placements(self) -> dict[str, Placement]:
-        blocks = {"weight": self.grid.weight, "bias": self.grid.bias}
-        pattern = self.placement if self.grid.blocks > 1 else "replicated"
-        return {key: block_placement(block, pattern) for key, block in blocks.items()}
+    def _placement(self, key: str) -> Placement:
+        pattern = self.placement if self.P_w.shape[BLOCKS] > 1 else "replicated"
+        return block_placement(self.grid.weight if key == "weight" else self.grid.bias, pattern)
 
     def plan(self, facts: dict[int, InputFacts]) -> SplitLinear:
         """Operation for the input that the ranks form."""
@@ -170,14 +161,12 @@ class DistributedLinearAllGather(DistributedLinear):
         in_features: int,
         out_features: int,
         P_x: Partition | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
+        *arguments: Any,
+        **options: Any,
     ) -> None:
-        P_w = _workers(type(self).__name__, P_y, ROWS)
-        arguments = P_y if P_x is None else P_x, P_y, P_w, in_features, out_features, bias, device, dtype
-        super().__init__(*arguments, **options)
+        check_dims(type(self), OF_TENSORS, P_y=P_y)
+        P_w = grid_of_workers(P_y, ROWS)
+        super().__init__(P_x or P_y, P_y, P_w, in_features, out_features, *arguments, **options)
 
 
 class DistributedLinearReduceScatter(DistributedLinear):
@@ -215,42 +204,25 @@ class DistributedLinearReduceScatter(DistributedLinear):
         in_features: int,
         out_features: int,
         P_y: Partition | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Unpack[PlacedOptions],
+        *arguments: Any,
+        **options: Any,
     ) -> None:
-        P_w = _workers(type(self).__name__, P_x, COLUMNS)
-        arguments = P_x, P_x if P_y is None else P_y, P_w, in_features, out_features, bias, device, dtype
-        super().__init__(*arguments, **options)
+        check_dims(type(self), OF_TENSORS, P_x=P_x)
+        P_w = grid_of_workers(P_x, COLUMNS)
+        super().__init__(P_x, P_y or P_x, P_w, in_features, out_features, *arguments, **options)
 
 
-def _workers(kind: str, P: Partition, dim: int) -> Partition:
-    _check_partition(kind, "the first argument", P)
-    if P.dim == 0:
-        raise PartitionError(f"{kind}: a partition has as many dimensions as the tensor, got {P.shape}")
-    return grid_of_workers(P, dim)
-
-
-def _checked_grid(kind: str, P_x: Partition, P_y: Partition, P_W: Partition) -> tuple[int, ...]:
-    for name, P in {"P_x": P_x, "P_y": P_y, "P_W": P_W}.items():
-        _check_partition(kind, name, P)
-    if P_x.dim != P_y.dim or P_x.dim == 0:
+def _checked_grid(layer: type, P_x: Partition, P_y: Partition, P_W: Any) -> tuple[int, ...]:
+    check_dims(layer, OF_TENSORS, P_x=P_x)
+    check_dims(layer, (P_x.dim,), P_y=P_y)
+    if not isinstance(P_W, Partition) or P_W.dim not in (2, 3):
         raise PartitionError(
-            f"{kind}: P_x {P_x.shape} and P_y {P_y.shape} must both have as many dimensions as the tensor"
-        )
-    if P_W.dim not in (2, 3):
-        raise PartitionError(
-            f"{kind}: P_W is a grid of (rows, columns) or (blocks, rows, columns), got {P_W.shape}"
+            f"{layer.__name__}: P_W is a grid of (rows, columns) or (blocks, rows, columns), got {P_W}"
         )
     grid = P_W.shape if P_W.dim == 3 else (1, *P_W.shape)
     if P_x.dim == 1 and grid[BLOCKS] > 1:
         raise PartitionError(
-            f"{kind}: P_W {P_W.shape} has data-parallel blocks, but P_x {P_x.shape} leaves no batch to share"
+            f"{layer.__name__}: P_W {P_W.shape} has data-parallel blocks, but P_x {P_x.shape} leaves no batch"
+            " to share"
         )
     return grid
-
-
-def _check_partition(kind: str, name: str, P: object) -> None:
-    if not isinstance(P, Partition):
-        raise PartitionError(f"{kind}: {name} is a partition, got {P!r}")

@@ -20,8 +20,7 @@ model is registered, before it takes memory (``layers/sync/callback_check.py``):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from operator import index as as_int
 from typing import Any, ClassVar, NamedTuple
@@ -41,7 +40,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike, grouped
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored
 from distdl_rma.layers.ops.core.operation import Agreement
@@ -49,8 +48,8 @@ from distdl_rma.layers.ops.norm.normalisation import RUNNING, Normalisation, Nor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes, StatisticGroups
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.arguments import (
+    OF_TENSORS,
     PlacedOptions,
-    by_name,
     check_dims,
     placed_options,
     spatial_dims,
@@ -59,6 +58,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.placement import Placement, cut
+from distdl_rma.layers.partitioned.core.refusals import clipped
 
 _RANKS, _NBYTES = "get_ranks_synch_norm", "get_sizeof_norm"
 
@@ -67,21 +67,12 @@ class StatisticsAnswer(NamedTuple):
     """Results of one rank's callbacks for statistics; they travel with the local shape.
 
     A callback is code of the user, and may raise or return anything. A rank that raised here would leave the
-    others in the agreement, so what went wrong is a value too: ``usable``, and bytes below 0.
+    others in the agreement, so what went wrong is a text, which all ranks raise.
     """
 
     ranks: Sequence[int] | None = None  # None without a callback
-    usable: bool = True  # whether the ranks are distinct and include this one
-    nbytes: int | None = None  # None without a callback; below 0 if invalid
-
-    @property
-    def shown(self) -> str:
-        """The list of ranks, for a message."""
-        ranks = self.ranks or ()
-        if not ranks and not self.usable:
-            return "no list of ranks"
-        more = ["..."] if self.usable and len(ranks) > 2 else []
-        return f"[{', '.join([*map(str, ranks[:2]), *more])}]"
+    nbytes: int | None = None  # None without a callback
+    problem: str = ""
 
 
 _NO_CALLBACKS = StatisticsAnswer()
@@ -90,19 +81,22 @@ _NO_CALLBACKS = StatisticsAnswer()
 def answer_of_user(callbacks: Mapping[str, Any], rank: int) -> StatisticsAnswer:
     """Call the user's callbacks for statistics, if given; local.
 
-    Invalid results, and errors in a callback, are marked in the answer, so that all ranks raise. An empty
-    list of ranks is valid: this rank shares with no other.
+    An empty list of ranks is valid: this rank shares with no other.
     """
-    found = _NO_CALLBACKS
-    if _RANKS in callbacks:
-        given = _result_or_none(callbacks[_RANKS], lambda ranks: tuple(as_int(rank) for rank in ranks))
-        ranks: tuple[int, ...] = given or ()
-        fits = given is not None and len(set(ranks)) == len(ranks) and (not ranks or rank in ranks)
-        found = StatisticsAnswer(ranks, fits)
-    if _NBYTES in callbacks:
-        nbytes = _result_or_none(callbacks[_NBYTES], as_int)
-        found = found._replace(nbytes=-1 if nbytes is None else max(nbytes, -1))
-    return found
+    if _RANKS not in callbacks and _NBYTES not in callbacks:
+        return _NO_CALLBACKS
+    name = _RANKS
+    try:
+        ranks = tuple(as_int(other) for other in callbacks[name]()) if name in callbacks else None
+        name = _NBYTES
+        nbytes = as_int(callbacks[name]()) if name in callbacks else None
+    except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
+        problem = f"{name}() on rank {rank} raised, or returned neither a number nor ranks: {error!r}"
+        return StatisticsAnswer(problem=clipped(problem))
+    if ranks and (rank not in ranks or len(set(ranks)) < len(ranks)):
+        wanted = "a list of different ranks with the caller among them is needed"
+        return StatisticsAnswer(problem=clipped(f"{_RANKS}() gave {[*ranks]} on rank {rank}: {wanted}"))
+    return StatisticsAnswer(ranks, nbytes)
 
 
 def agreed_sharing(
@@ -125,61 +119,40 @@ def agreed_sharing(
         return None
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
-    # For each rank the ranks that it names, and those that name the same: equal if all name each other.
-    named: dict[int, tuple[int, ...]] = {}
-    together: dict[tuple[int, ...], list[int]] = {}
-    for rank in P_x.ranks:
-        its = answers[rank].ranks
-        named[rank] = tuple(sorted(possible[rank] if its is None else its or [rank]))
-        together.setdefault(named[rank], []).append(rank)
-    sharing = {rank: tuple(together[named[rank]]) for rank in P_x.ranks}
-    # Invalid answers first, missing ones last: the latter may be inconsistent only because of other ranks.
-    for rank, answer in sorted(answers.items(), key=lambda item: (item[1].usable, item[1].ranks is None)):
-        if rank in P_x:
-            mutual = tuple(sorted(sharing[rank])) == named[rank]
-            _check_list(rank, answer, mutual, sharing[rank], possible[rank])
-        elif answer.ranks or not answer.usable:
-            raise ConfigurationError(
-                f"{_RANKS}() gave {answer.shown} on rank {rank}, which has no part of the tensor: it shares"
-                " its statistics with nobody, []"
-            )
+    # The ranks that each rank names, and those that name the same: equal if all name each other.
+    named = {
+        rank: sorted(possible[rank] if answers[rank].ranks is None else answers[rank].ranks or [rank])
+        for rank in P_x.ranks
+    }
+    groups = grouped(P_x.ranks, lambda rank: tuple(named[rank]))
+    sharing = {rank: group for group in groups for rank in group}
+    for problem in filter(None, (answer.problem for answer in answers.values())):
+        raise ConfigurationError(problem)
+    # Ranks without a callback name all that they could share with, and come last: they may contradict others
+    # only because of these.
+    for rank, answer in sorted(answers.items(), key=lambda item: item[1].ranks is None):
+        could, does = list(possible.get(rank, ())), list(sharing.get(rank, ()))
+        if rank not in P_x and answer.ranks:
+            problem = "which has no part of the tensor: it shares its statistics with nobody, []"
+        elif sorted(does) != named.get(rank, []):
+            all_mutual = "ranks that share statistics all name each other, and nobody else"
+            problem = f"but the ranks that say the same are {does}: {all_mutual}"
+        elif not set(does) <= set(could):
+            problem = f"but only ranks {could} hold elements that share a mean and a variance"
+        else:
+            continue
+        gave = f"rank {rank} shares its statistics with {could}, as its user does not say otherwise"
+        if answer.ranks is not None:
+            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
+        raise ConfigurationError(f"{gave}, {problem}")
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
         if answer.nbytes not in (None, wanted):
-            got = "no number of bytes" if answer.nbytes == -1 else f"{answer.nbytes}"
             raise ConfigurationError(
-                f"{_NBYTES}() gave {got} on rank {rank}, one message of its statistics has {wanted} bytes"
+                f"{_NBYTES}() gave {answer.nbytes} on rank {rank}, one message of its statistics has {wanted}"
+                " bytes"
             )
     return sharing
-
-
-def _check_list(
-    rank: int, answer: StatisticsAnswer, mutual: bool, sharing: Sequence[int], possible: Sequence[int]
-) -> None:
-    # First what is wrong with the list itself, then what others contradict, then what the tensor does. A rank
-    # without a callback names all that it could share with, and may be contradicted too.
-    gave = f"{_RANKS}() gave {answer.shown} on rank {rank}"
-    if answer.ranks is None:
-        gave = f"rank {rank} shares its statistics with {list(possible)}, as its user does not say otherwise"
-    elif not answer.usable:
-        raise ConfigurationError(f"{gave}: a list of different ranks with the caller among them is needed")
-    if not mutual:
-        raise ConfigurationError(
-            f"{gave}, but the ranks that say the same are {list(sharing)}: ranks that share statistics all"
-            " name each other, and nobody else"
-        )
-    if not set(sharing) <= set(possible):
-        raise ConfigurationError(
-            f"{gave}, but only ranks {list(possible)} hold elements that share a mean and a variance"
-        )
-
-
-def _result_or_none(callback: Callable[[], Any], convert: Callable[[Any], Any]) -> Any:
-    # Any error in the user's function makes all ranks raise.
-    try:
-        return convert(callback())
-    except Exception:  # noqa: BLE001
-        return None
 
 
 class DistributedNorm(OperatorLayer[Normalisation]):
@@ -208,8 +181,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
     def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
         kind = type(self).__name__
         own, placement = placed_options(type(self), self._allowed, options)
-        given = by_name(type(self), *arguments, **options)
-        like = torchs_layer(type(self), **given)
+        like = torchs_layer(type(self), *arguments, **options)
         axes, found = self.shared(like, P_x)
         extents = tuple(map(as_int, found))
         if min(extents, default=-1) < 0:
@@ -225,12 +197,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             of_grid = tuple(axes.weighted.index(d) if d in cuts else None for d in range(P_x.dim))
             kept = Placement(Decomposition(P_x, splits, of_grid))
         self.store = kept.store
-        values = {"weight": None, "bias": None, **like._parameters}
-        self.place(values, {key: kept for key, value in values.items() if value is not None})
+        self.place({"weight": None, "bias": None, **like._parameters}, lambda _key: kept)
         for key, buffer in like._buffers.items():
             varies = buffer is not None and key in RUNNING
             self.register_buffer(key, cut(kept.store, buffer) if varies else buffer)
-            if varies and any(axis is not None for axis in kept.store.axes):
+            if varies and kept.store.cut_dims:
                 self.buffer_layouts[key] = kept.store
 
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
@@ -240,20 +211,12 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """
         raise NotImplementedError
 
-    def options(self) -> NormOptions:
-        """Options of the next call's operation."""
-        return NormOptions(self.axes, self.mode()[0], self.function)
-
-    def mode(self) -> tuple[Any, ...]:
-        """Settings of a call beside its input; they must be equal on all ranks of the call.
+    def mode(self) -> dict[str, Any]:
+        """Settings of a call beside its input, in JSON's types; equal on all ranks of the call.
 
         A rank in ``eval()`` beside ranks in ``train()`` would not take part in the sum of statistics.
         """
-        return (None if self.eps is None else float(self.eps),)
-
-    def about_mode(self, eps: float | None) -> str:
-        """Text of a mode, for messages."""
-        return f"has eps {eps}"
+        return {"eps": None if self.eps is None else float(self.eps)}
 
     @cached_property
     def _operations(self) -> WeakValueDictionary[tuple[object, ...], Normalisation]:
@@ -264,14 +227,14 @@ class DistributedNorm(OperatorLayer[Normalisation]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Normalisation:
         """Operation for the facts of all ranks; ``MismatchError`` if their modes differ."""
-        (first, expected), *others = ((rank, fact.call_arguments[0]) for rank, fact in facts.items())
-        for rank, mode in others:
-            if mode != expected:
-                raise MismatchError(
-                    f"rank {first} {self.about_mode(*expected)} but rank {rank} {self.about_mode(*mode)}:"
-                    " train() or eval(), track_running_stats, momentum and eps must be alike on all ranks"
-                )
-        options = self.options()
+        expected: dict[str, Any] = alike(
+            {rank: fact.call_arguments[0] for rank, fact in facts.items()},
+            "rank {} has {} but rank {} {}: train() or eval(), track_running_stats, momentum and eps must be"
+            " alike on all ranks",
+            MismatchError,
+        )
+        settings = {key: value for key, value in expected.items() if key != "momentum"}
+        options = NormOptions(self.axes, function=self.function, **settings)
         source, dtype = source_of(self.P_x, facts)
         options.check(source, dtype, self.store.shape)
         for rank, fact in facts.items():
@@ -314,10 +277,6 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """Whether this rank takes part in calls: there its callbacks are compared in each call."""
         return self.agreement is not None
 
-    @property
-    def _last(self) -> Normalisation | None:
-        return None if self.agreement is None else self.agreement.last
-
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
 
@@ -342,8 +301,8 @@ class DistributedNorm(OperatorLayer[Normalisation]):
             return 0
         if self._last is not None and self._last.statistics is not None:
             return self._last.statistics.groups.nbytes
-        known = self.announced
-        return 0 if known is None else StatisticGroups(self.axes, known.inputs[0], self.machine.rank).nbytes
+        groups = [StatisticGroups(self.axes, blocks, self.machine.rank) for blocks in self.announced]
+        return groups[0].nbytes if groups else 0
 
 
 class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
@@ -366,11 +325,8 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
 
     def reset_running_stats(self) -> None:
-        """Reset the running statistics; local, must be called on all ranks."""
-        for key, start in (*zip(RUNNING, (0, 1), strict=True), ("num_batches_tracked", 0)):
-            buffer = self._buffers[key]
-            if buffer is not None:
-                buffer.fill_(start)
+        """Reset this rank's part of the running statistics; local, must be called on all ranks."""
+        super().reset_running_stats()
 
     def statistics_mode(self) -> tuple[bool, bool]:
         """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
@@ -380,26 +336,12 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         """Weight of this batch in the running statistics; called once for each batch that updates them."""
         raise NotImplementedError
 
-    def options(self) -> NormOptions:
-        """As in the base, with the use and update of running statistics."""
-        by_batch, tracks = self.statistics_mode()
-        return replace(super().options(), by_batch=by_batch, tracks=tracks)
-
-    def mode(self) -> tuple[Any, ...]:
+    def mode(self) -> dict[str, Any]:
         """As in the base, with the statistics that a call normalises by, and the update of running ones."""
         by_batch, tracks = self.statistics_mode()
-        eps, momentum = self.eps, self.momentum if tracks else None
-        # In JSON's types.
-        eps = None if eps is None else float(eps)
-        return eps, by_batch, tracks, None if momentum is None else float(momentum)
-
-    def about_mode(
-        self, eps: float | None, by_batch: bool = True, tracks: bool = False, momentum: float | None = None
-    ) -> str:
-        """Text of a mode, for messages."""
-        by = f"normalises by the statistics of {'the batch' if by_batch else 'earlier batches'}"
-        tracked = f"tracks them with momentum {momentum}" if tracks else "tracks none"
-        return f"{by} with eps {eps} and {tracked}"
+        eps = None if self.eps is None else float(self.eps)
+        momentum = float(self.momentum) if tracks and self.momentum is not None else None
+        return {"eps": eps, "by_batch": by_batch, "tracks": tracks, "momentum": momentum}
 
     def run(
         self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]
@@ -566,8 +508,7 @@ class DistributedGroupNorm(DistributedNorm, nn.GroupNorm):
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """All dimensions behind the batch are reduced, within a group of channels."""
         kind = type(self).__name__
-        if P_x.dim < LEADING:
-            raise PartitionError(f"{kind}: P_x {P_x.shape} has 1 dimension, the tensor has at least 2")
+        check_dims(type(self), OF_TENSORS[LEADING - 1 :], P_x=P_x)
         if like.num_groups < 1:
             raise ArgumentError(f"{kind}: needs at least one group, got num_groups {like.num_groups}")
         return axes_of(self.function, P_x.dim, as_int(like.num_groups)), (like.num_channels,)

@@ -13,8 +13,7 @@ the same function (``layers/ops/window_options.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,18 +43,11 @@ from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
 
-Size = int | tuple[int, ...]
 # By number of spatial dimensions: extents of images without memory that torch's layers are tried with. Large,
 # so that windows, paddings and sizes of any user fit; their products are below 2**63.
 _EXTENTS = {1: 1 << 30, 2: 1 << 20, 3: 1 << 13}
 # Modes of torch's classes of padding, by the first half of their names.
 _PAD_MODES = {"Reflection": "reflect", "Replication": "replicate", "Circular": "circular"}
-
-
-class WindowOptions(LayerOptions, total=False):
-    """Keyword arguments of these layers: also the partition of the output, which is P_x if None."""
-
-    P_y: Partition | None
 
 
 class WindowLayer(OperatorLayer[WindowOperation[Any]]):
@@ -66,17 +58,12 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
     """
 
     operation: ClassVar[type[WindowOperation[Any]]]
+    # Arguments that torch's layer may lack.
+    _beside: ClassVar[tuple[str, ...]] = ()
     _by_name = ("P_y", *LayerOptions.__annotations__)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        *arguments: Any,
-        P_y: Partition | None = None,
-        beside: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        own = own_options(options)
+    def __init__(self, P_x: Partition, *arguments: Any, P_y: Partition | None = None, **options: Any) -> None:
+        own, beside = own_options(options), {key: options.pop(key) for key in self._beside if key in options}
         kind, dims = type(self), spatial_dims(type(self)) or P_x.dim - LEADING
         if dims not in _EXTENTS:
             raise PartitionError(
@@ -85,12 +72,12 @@ class WindowLayer(OperatorLayer[WindowOperation[Any]]):
         check_dims(kind, (LEADING + dims,), P_x=P_x, P_y=P_y)
         sample = torch.empty(1, 1, *[_EXTENTS[dims]] * dims, device="meta")
         like = torchs_layer(kind, *arguments, **options, sample=[sample])
-        # Arguments that torch's layer lacks: average pools of one dimension have no divisor_override.
-        vars(like).update(beside or {})
+        vars(like).update(beside)
         mode = _PAD_MODES.get(type(like).__name__.partition("Pad")[0], "zeros")
         super().__init__(P_x, P_y, **own)
         self.take_over(like)
-        with attributed(kind.__name__, ShapeError, ArgumentError):
+        who = kind.__name__
+        with attributed(who, UnsupportedError), attributed(who, ShapeError, ArgumentError):
             self.options = options_of(self.operation, {"mode": mode, **vars(like)}, dims)
 
     def plan(self, facts: dict[int, InputFacts]) -> WindowOperation[Any]:
@@ -109,9 +96,8 @@ class MaxLayer(WindowLayer):
         y = super().forward(input)
         if not self.return_indices:
             return y
-        operation = None if self.agreement is None else self.agreement.last
-        if isinstance(operation, MaxWindows):
-            return y, operation.take_indices(y)
+        if isinstance(self._last, MaxWindows):
+            return y, self._last.take_indices(y)
         return y, torch.zeros(y.shape, dtype=torch.int64, device=y.device)
 
 
@@ -147,16 +133,6 @@ class DistributedPad(WindowLayer):
     """
 
     operation = Padding
-
-    padding: Any
-
-    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
-        super().__init__(P_x, *arguments, **options)
-        if self.options.mode == "circular" and any(min(pair) < 0 < max(pair) for pair in self.options.sides):
-            raise UnsupportedError(
-                f"{type(self).__name__}: padding {self.padding!r} crops one end of a dimension and wraps"
-                " around at the other; crop by a layer of its own before this one"
-            )
 
 
 class DistributedConstantPad(DistributedPad):
@@ -265,25 +241,16 @@ class DistributedAvgPool(WindowLayer):
     """
 
     operation = AvgPooling
-    _by_name = ()
+    # Average pools of one dimension have none.
+    _beside = ("divisor_override",)
 
-    def __init__(
-        self,
-        P_x: Partition,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-        **options: Unpack[WindowOptions],
-    ) -> None:
-        number = hasattr(divisor_override, "__index__") and not isinstance(divisor_override, bool)
-        if divisor_override is not None and not (number and divisor_override):
+    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
+        super().__init__(P_x, *arguments, **options)
+        divisor = self.options.divisor_override
+        number = hasattr(divisor, "__index__") and not isinstance(divisor, bool)
+        if divisor is not None and not (number and divisor):
             wanted = f"{type(self).__name__}: divisor_override is an integer but 0"
-            raise ArgumentError(f"{wanted}, got {divisor_override!r}")
-        windows = kernel_size, stride, padding, ceil_mode, count_include_pad
-        super().__init__(P_x, *windows, beside={"divisor_override": divisor_override}, **options)
+            raise ArgumentError(f"{wanted}, got {divisor!r}")
 
 
 class DistributedMaxPool(MaxLayer):
@@ -429,14 +396,6 @@ class DistributedUpsample(WindowLayer, nn.Upsample):
     """
 
     operation = Resizing
-
-    def __init__(self, P_x: Partition, *arguments: Any, **options: Any) -> None:
-        super().__init__(P_x, *arguments, **options)
-        if self.mode == "area":
-            kind = type(self).__name__
-            raise ArgumentError(
-                f"{kind}: mode 'area' is an adaptive average pool: use DistributedAdaptiveAvgPool"
-            )
 
 
 class DistributedUpsamplingNearest2d(DistributedUpsample, nn.UpsamplingNearest2d):

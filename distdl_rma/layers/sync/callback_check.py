@@ -23,7 +23,7 @@ import torch
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
 from distdl_rma.layers.checks.generators import have_drifted
-from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.partitioned.core.callbacks import Callbacks, plain_answer
 from distdl_rma.layers.partitioned.norm import DistributedNorm
 from distdl_rma.layers.sync.gradient_groups import GradientGroup
 from distdl_rma.segments.consensus import gather_words
@@ -94,7 +94,7 @@ def statement(group: GradientGroup) -> Words:
         for name in [other for other in _OTHERS if other in given]:
             truth = _known(group, name)
             if truth is not None:
-                answers[name] = [_plain(given[name]()), truth]
+                answers[name] = [plain_answer(given[name]()), truth]
     except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
         wrong = f"{name}() raised, or returned neither a number nor ranks: {error!r}"
         stated, answers, complaint = 0, {}, complaint or wrong
@@ -122,15 +122,11 @@ def _known(group: GradientGroup, name: str) -> int | list[int] | None:
         # A plain module has no statistics. Sizes of its inputs are unknown.
         return [] if name == _NORM else 0 if name == "get_sizeof_norm" else None
     try:
-        known = _plain(getattr(type(layer), name)(layer))
+        known = plain_answer(getattr(type(layer), name)(layer))
     except ProtocolError:
         return None
     # A norm may know the size of its statistics only after the first input.
     return None if known == 0 and isinstance(layer, DistributedNorm) else known
-
-
-def _plain(answer: Any) -> int | list[int]:
-    return as_int(answer) if hasattr(answer, "__index__") else [as_int(rank) for rank in answer]
 
 
 def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -38,50 +38,16 @@ from distdl_rma.errors import (
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
-from distdl_rma.layers.ops.core.movement import CallSite
+from distdl_rma.layers.ops.core.operation import Operation
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_devices, check_trainable
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome, attributed, refusal
 from distdl_rma.segments.consensus import Consensus
 from distdl_rma.segments.plan_cache import UNKNOWN, PlanCache, digest
 
+if TYPE_CHECKING:
+    from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 
-class Plan(Protocol):
-    """Result that a layer derives from the facts of all its ranks, usually an operation with its memory.
-
-    Plans are kept and used again. So a plan depends on shapes, types and arguments, never on values.
-    """
-
-    def void(self) -> None:
-        """Void the exchange that some ranks may have started on this plan; all ranks call it together.
-
-        What has been sent stays sent: the plan counts one more epoch, so that nobody takes it for new data.
-        """
-
-
-P = TypeVar("P", bound=Plan)
-P_co = TypeVar("P_co", bound=Plan, covariant=True)
-
-
-class Planner(Protocol[P_co]):
-    """Owner of a ``ShapeAgreement``: a layer."""
-
-    @property
-    def site(self) -> CallSite:
-        """Machine and name of the calls."""
-
-    def plan(self, facts: dict[int, InputFacts]) -> P_co:
-        """Plan for the facts of all ranks, by rank id; equal on all of them, errors included.
-
-        Runs outside of inference mode, because training may use the tensors that a plan keeps.
-        """
-
-    def arguments_text(self) -> str:
-        """Text that must be equal on all ranks, or the first call raises ``MismatchError`` on all."""
-        return ""
-
-    def outcome(self) -> CallOutcome | None:
-        """Notification of ranks outside about the call that begins; None if no rank outside waits for it."""
-        return None
+P = TypeVar("P", bound=Operation)
 
 
 class ShapeAgreement(Generic[P]):
@@ -104,9 +70,9 @@ class ShapeAgreement(Generic[P]):
     """
 
     def __init__(
-        self, owner: Planner[P], ranks: Sequence[int], inputs: int = 1, has_outcome: bool = False
+        self, owner: OperatorLayer[P], ranks: Sequence[int], inputs: int = 1, has_outcome: bool = False
     ) -> None:
-        self._owner = weakref.ref(owner)
+        self._owner: Any = weakref.proxy(owner)
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
         self._inputs, self._has_outcome = inputs, has_outcome
         self._outcome: CallOutcome | None = None
@@ -133,7 +99,7 @@ class ShapeAgreement(Generic[P]):
             raise error
         # The outcome depends on grad mode, which is off later, within an operation of autograd: a convolution
         # settles in the forward of its autograd function.
-        self._outcome = self._planner().outcome() if self._has_outcome else None
+        self._outcome = self._owner.outcome() if self._has_outcome else None
         if self._mine is None or self._mine[0] != mine:
             self._mine = mine, mine.encode(), mine.key
         _, row, key = self._mine
@@ -153,7 +119,7 @@ class ShapeAgreement(Generic[P]):
         # At the first call rather than at construction: a layer that is built but never called, such as one
         # of a model of which a job uses half, takes no memory and waits for no rank. The title has the
         # arguments, so that ranks that built the layer otherwise are told in this call.
-        self._title = f"{self._name} (shapes, {fingerprint(self._planner().arguments_text()):014x})"
+        self._title = f"{self._name} (shapes, {fingerprint(self._owner.arguments_text()):014x})"
         with self._sending_errors():
             consensus = Consensus.of(self._machine.segments, self._ranks)
             consensus.connect(name=self._name)
@@ -219,39 +185,30 @@ class ShapeAgreement(Generic[P]):
         facts = {rank: decoded[each] for rank, each in zip(self._ranks, rows, strict=True)}
         key = digest(repr([fact.key for fact in facts.values()]).encode())
         plan = self._cache.plan(key)
-        error = self._refused(facts)
-        # Some rank may have started on its guess: void that exchange before any error is raised. Otherwise
-        # its halo, which has arrived, would be taken for that of the next call.
-        if self.last is not None and (error is not None or plan is not self.last):
-            self.last.void()
-        if error is not None:
-            raise error
+        try:
+            self._check(facts)
+        except DistdlError:
+            plan = None
+            raise
+        finally:
+            # Some rank may have started on its guess: void that exchange before any error is raised.
+            # Otherwise its halo, which has arrived, would be taken for that of the next call.
+            if self.last is not None and plan is not self.last:
+                self.last.void()
+        if plan is None:
+            # All ranks have the same facts here, so they all make the plan or all raise, without a message.
+            with attributed(f"{self._name!r}", DistdlError), torch.inference_mode(False):
+                plan = self._owner.plan(facts)
         needs = GradientNeeds.of_any([fact.needs for fact in decoded.values()])
-        plan = self._make_plan(facts) if plan is None else plan
         longest = max(map(len, decoded))
         return self._cache.add(plan, needs, key, digest(b"".join(rows)), longest)
 
-    def _refused(self, facts: dict[int, InputFacts]) -> DistdlError | None:
+    def _check(self, facts: dict[int, InputFacts]) -> None:
         if any(fact.problem for fact in facts.values()):
-            return refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
-        try:
-            with attributed(f"{self._name!r}", DistdlError):
-                check_devices(facts)
-                check_trainable(facts)
-        except DistdlError as error:
-            return error
-        return None
-
-    def _make_plan(self, facts: dict[int, InputFacts]) -> P:
-        # All ranks have the same facts here, so they all make the plan or all raise, without a message.
-        with attributed(f"{self._name!r}", DistdlError), torch.inference_mode(False):
+            raise refusal(self._name, {rank: fact.problem for rank, fact in facts.items()})
+        with attributed(f"{self._name!r}", DistdlError):
+            check_devices(facts)
+            check_trainable(facts)
             for rank, fact in facts.items():
                 if fact.given != self._inputs:
                     raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")
-            return self._planner().plan(facts)
-
-    def _planner(self) -> Planner[P]:
-        owner = self._owner()
-        if owner is None:
-            raise ReferenceError(f"{self._name!r} is gone, and its plans are still used")
-        return owner

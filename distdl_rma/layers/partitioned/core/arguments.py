@@ -18,7 +18,6 @@ import re
 import reprlib
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,8 +25,12 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
+from distdl_rma.layers.ops.core.tensors import MAX_DIMS
 from distdl_rma.layers.ops.losses import LEGACY
 from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+
+# Numbers of dimensions of the tensors that layers take.
+OF_TENSORS = range(1, MAX_DIMS + 1)
 
 
 class LayerOptions(Callbacks, total=False):
@@ -137,36 +140,34 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
 
 
 def check_dims(layer: type, dims: Collection[int], **partitions: Partition | None) -> None:
-    """Raise ``PartitionError`` if a partition has another number of dimensions than the tensor."""
+    """Raise ``PartitionError`` if what is given is no partition, or not of the tensor's dimensions."""
     for label, P in partitions.items():
+        if P is not None and not isinstance(P, Partition):
+            raise PartitionError(f"{layer.__name__}: {label} must be a partition, got {P!r}")
         if P is not None and P.dim not in dims:
-            wanted = " or ".join(map(str, dims))
+            wanted = " or ".join(map(str, dims)) if len(dims) < 3 else f"{min(dims)} to {max(dims)}"
             raise PartitionError(
                 f"{layer.__name__}: {label} has {P.dim} dimensions {P.shape}, the tensor has {wanted}"
             )
 
 
-def chosen_placement(kind: str, placement: str | None, weights: str | None, allowed: Sequence[str]) -> str:
-    """Placement of a layer's parameters: one of ``allowed``, by default the first.
+def placed_options(
+    layer: type, allowed: Sequence[str], options: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """``own_options`` of a layer with parameters, and their placement, which is taken out as well.
 
-    ``weights`` is another name of ``placement``. ``ArgumentError`` if the two differ, or are not allowed.
+    It is one of ``allowed``, by default the first. ``weights`` is another name of ``placement``.
+    ``ArgumentError`` if the two differ, or are not allowed.
     """
-    if placement is not None and weights is not None and placement != weights:
+    kind, placement, weights = layer.__name__, options.pop("placement", None), options.pop("weights", None)
+    if None not in (placement, weights) and placement != weights:
         raise ArgumentError(
             f"{kind}: placement={placement!r} and weights={weights!r} mean the same; give one"
         )
     chosen = next((word for word in (placement, weights) if word is not None), allowed[0])
     if chosen not in allowed:
         raise ArgumentError(f"{kind}: placement is one of {tuple(allowed)}, got {chosen!r}")
-    return chosen
-
-
-def placed_options(
-    layer: type, allowed: Sequence[str], options: dict[str, Any]
-) -> tuple[dict[str, Any], str]:
-    """``own_options`` of a layer with parameters, and their placement, which is taken out as well."""
-    placement, weights = (options.pop(key, None) for key in ("placement", "weights"))
-    return own_options(options), chosen_placement(layer.__name__, placement, weights, allowed)
+    return own_options(options), chosen
 
 
 def check_device(kind: str, device: torch.device | str | None) -> None:
@@ -178,20 +179,13 @@ def check_device(kind: str, device: torch.device | str | None) -> None:
         )
 
 
-def show_arguments_of(layer: type[nn.Module], named: Iterable[str]) -> None:
-    """Give a constructor a signature for ``help``: P_x, the arguments of the twin, and keyword ones.
+def shown_signature(layer: type[nn.Module], named: Iterable[str]) -> inspect.Signature:
+    """Signature of a constructor for ``help``: partitions, the arguments of the twin, and keyword ones.
 
-    The constructor itself takes ``*arguments, **options``, as it serves all layers of a family. It is
-    wrapped, not marked: layers of a family share one function, which can have one signature only.
+    The constructor itself takes ``*arguments, **options``, as it serves all layers of a family.
     """
-    constructor, kinds = layer.__init__, inspect.Parameter
-    first = [kinds(key, kinds.POSITIONAL_OR_KEYWORD) for key in ("self", "P_x")]
-    torchs = signature_of(layer).parameters.values()
-    last = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
-
-    @wraps(constructor)
-    def shown(self: nn.Module, *arguments: Any, **options: Any) -> None:
-        constructor(self, *arguments, **options)
-
-    vars(shown)["__signature__"] = inspect.Signature([*first, *torchs, *last])
-    type.__setattr__(layer, "__init__", shown)
+    kinds = inspect.Parameter
+    own = inspect.signature(layer.__init__).parameters.values()
+    _self, *partitions = (each for each in own if each.kind is kinds.POSITIONAL_OR_KEYWORD)
+    keywords = [kinds(key, kinds.KEYWORD_ONLY, default=None) for key in named]
+    return inspect.Signature([*partitions, *signature_of(layer).parameters.values(), *keywords])

@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.segments.machine import Machine
 
 
 class Callbacks(TypedDict, total=False):
@@ -53,6 +54,7 @@ class CallbackModule(nn.Module):
     knows it of plain modules.
     """
 
+    machine: Machine
     # Bytes of this rank's input and output: of the last call, or as announced before the first.
     shard_nbytes: tuple[int, int] | None = None
 
@@ -99,27 +101,29 @@ class CallbackModule(nn.Module):
             raise ProtocolError(f"{self.label!r}: sizes of its tensors are not known before the first call")
         return self.shard_nbytes
 
-    def check_callbacks(self, who: str, names: Sequence[str], **sizes: int) -> None:
-        """Raise ``ConfigurationError`` if a user's callback and the module, or a size, differ.
+    def check_callbacks(self, names: Sequence[str], **sizes: int) -> None:
+        """Raise ``ConfigurationError``, and fail the machine, if a user's callback and the module differ.
 
-        Programs reserve memory by these sizes, and sum over these ranks: a wrong answer would be noticed far
-        from its cause, if at all. Any error of a user's function is reported so too, as it may be any code.
+        A true size may be given by its callback's name. Programs reserve memory by these sizes, and sum over
+        these ranks: a wrong answer would be noticed far from its cause, if at all. Any error of a user's
+        function is reported so too, as it may be any code.
         """
         for name in (*names, *sizes):
             if name not in vars(self):
                 continue
             try:
-                given = _plain(vars(self)[name]())
-                true = sizes[name] if name in sizes else _plain(getattr(type(self), name)(self))
-            except Exception as error:
-                raise ConfigurationError(
-                    f"{who}: {name}() raised, or returned neither a number nor ranks: {error!r}"
-                ) from error
-            if given != true:
+                given = plain_answer(vars(self)[name]())
+                true = sizes[name] if name in sizes else plain_answer(getattr(type(self), name)(self))
                 unit = " bytes" if name.startswith("get_sizeof") else ""
-                raise ConfigurationError(
-                    f"{who}: {name}() gave {given}, it is {true}{unit}; leave it out, or correct it"
-                )
+                problem = f"gave {given}, it is {true}{unit}; leave it out, or correct it"
+                problem = "" if given == true else problem
+            except Exception as found:  # noqa: BLE001 - the user's function
+                problem = f"raised, or returned neither a number nor ranks: {found!r}"
+            if problem:
+                error = ConfigurationError(f"{self.label!r} on rank {self.machine.rank}: {name}() {problem}")
+                if not self.machine.closed:
+                    self.machine.fail(error)
+                raise error
 
 
 def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:
@@ -132,6 +136,6 @@ def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> 
         setattr(module, name, callback)
 
 
-def _plain(result: Any) -> int | list[int]:
-    # A number, or rank ids in any order: numpy's integers and sets are answers too.
+def plain_answer(result: Any) -> int | list[int]:
+    """A number, or rank ids in ascending order: numpy's integers and sets are answers too."""
     return as_int(result) if hasattr(result, "__index__") else sorted(as_int(rank) for rank in result)

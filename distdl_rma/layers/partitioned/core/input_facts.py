@@ -20,7 +20,7 @@ import torch
 
 from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.dtypes import DTYPES
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.tensors import problem_with
@@ -136,18 +136,18 @@ class InputFacts(NamedTuple):
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
         """Facts from a row of bytes."""
-        inputs, (first, learns, others), weights, call_arguments, problem, given, *rest = json.loads(row)
-        trainable, device = rest
+        inputs, needs, weights, *others = _tuples(json.loads(row))
         return cls(
-            tuple((tuple(shape), DTYPES[number]) for shape, number in inputs),
-            GradientNeeds(first, learns, tuple(others)),
+            tuple((shape, DTYPES[number]) for shape, number in inputs),
+            GradientNeeds(*needs),
             None if weights is None else DTYPES[weights],
-            tuple(call_arguments),
-            problem,
-            given,
-            None if trainable is None else (trainable[0], tuple(trainable[1])),
-            device,
+            *others,
         )
+
+
+def _tuples(words: Any) -> Any:
+    # JSON knows lists only.
+    return tuple(map(_tuples, words)) if isinstance(words, list) else words
 
 
 # Input of a rank outside. Programs pass there what they have, (0,), (b, 0) or another type, which may change
@@ -160,11 +160,7 @@ def common_dtype(facts: dict[int, InputFacts]) -> torch.dtype:
 
     Not promoted to a common type, as torch does for one tensor and another: shards are one tensor.
     """
-    (first, expected), *others = ((rank, fact.dtype) for rank, fact in facts.items())
-    for rank, dtype in others:
-        if dtype != expected:
-            raise ShapeError(f"rank {first} passes {expected} but rank {rank} {dtype}")
-    return expected
+    return alike({rank: fact.dtype for rank, fact in facts.items()}, "rank {} passes {} but rank {} {}")
 
 
 def check_devices(facts: dict[int, InputFacts]) -> None:

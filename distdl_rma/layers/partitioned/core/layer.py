@@ -14,12 +14,13 @@ the third ``DistributedConv2d`` of each is the same one. The label, a path in th
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from inspect import cleandoc
 from itertools import chain, count
-from typing import Any, ClassVar, NamedTuple, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import nn
@@ -27,7 +28,6 @@ from torch.autograd import profiler
 
 from distdl_rma.errors import (
     ArgumentError,
-    ConfigurationError,
     PartitionError,
     ProtocolError,
     ShapeError,
@@ -38,11 +38,11 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import anchored, idle, misfit, uncompiled
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.tensors import problem_with
-from distdl_rma.layers.partitioned.core.arguments import show_arguments_of, torchs_class
+from distdl_rma.layers.partitioned.core.arguments import shown_signature, torchs_class
 from distdl_rma.layers.partitioned.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.partitioned.core.module_paths import path_of
 from distdl_rma.layers.partitioned.core.parameters import Parameters, stated_ranks
-from distdl_rma.layers.partitioned.core.placement import InitialValues, Placement, as_whole, lasting, register
+from distdl_rma.layers.partitioned.core.placement import InitialValues, Placement, as_whole, lasting, part_of
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
@@ -51,14 +51,6 @@ from distdl_rma.layers.staging import backward_in_this_thread
 from distdl_rma.segments.machine import Machine
 
 _COPY = " (copy "
-
-
-class DeclaredTensors(NamedTuple):
-    """Expected decompositions of a layer's inputs and output; calls with other ones remain possible."""
-
-    inputs: tuple[Decomposition, ...]
-    output: Decomposition
-    dtype: torch.dtype
 
 
 class DistributedLayer(CallbackModule):
@@ -127,6 +119,7 @@ class DistributedLayer(CallbackModule):
     _shown: tuple[str, ...] = ()
     _changeable: tuple[str, ...] = ()
     _allowed: ClassVar[tuple[str, ...]] = ()
+    __signature__: ClassVar[inspect.Signature | None]
     # For ``help``, if the constructor does not name torch's arguments: keyword arguments beside these.
     _by_name: ClassVar[tuple[str, ...]] = ()
 
@@ -155,7 +148,9 @@ class DistributedLayer(CallbackModule):
         self.placements: dict[str, Placement] | None = None
         # Decompositions of the buffers that are cut, by key.
         self.buffer_layouts: dict[str, Decomposition] = {}
-        self.announced: DeclaredTensors | None = None
+        # Expected decompositions of the inputs, and their type; calls with others remain possible.
+        self.announced: tuple[Decomposition, ...] = ()
+        self.announced_dtype: torch.dtype | None = None
         set_callbacks(self, kind, callbacks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -193,8 +188,9 @@ class DistributedLayer(CallbackModule):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         twin = torchs_class(cls)
-        if cls._by_name and cls.__name__ == f"Distributed{twin.__name__}":
-            show_arguments_of(cls, cls._by_name)
+        shown = cls._by_name and cls.__name__ == f"Distributed{twin.__name__}"
+        # Not inherited: a user's subclass may have a constructor of its own.
+        cls.__signature__ = shown_signature(cls, cls._by_name) if shown else None
         reset: Any = getattr(cls, "reset_parameters", None)
         if reset is not None and reset.__module__.startswith("torch."):
             # torch's method would use the shape of this rank's part, and draw other numbers on each rank.
@@ -325,13 +321,7 @@ class DistributedLayer(CallbackModule):
             # Without weights any ranks of the machine are valid; layers with weights check in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
         names = () if self.compares_statistics else ("get_ranks_synch_norm", "get_sizeof_norm")
-        who = f"{self.label!r} on rank {self.machine.rank}"
-        try:
-            self.check_callbacks(who, ("get_sizeof_gradients", *names), **sizes)
-        except ConfigurationError as error:
-            if not self.machine.closed:
-                self.machine.fail(error)
-            raise
+        self.check_callbacks(("get_sizeof_gradients", *names), **sizes)
 
     @property
     def compares_statistics(self) -> bool:
@@ -349,13 +339,13 @@ class DistributedLayer(CallbackModule):
 
     def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
         """Declare the tensors, so that their sizes are known before the first call; local."""
-        self.announced = DeclaredTensors(tuple(inputs), output, dtype)
+        self.announced, self.announced_dtype = tuple(inputs), dtype
         before, behind = (sum(blocks.own_box.volume for blocks in some) for some in (inputs, [output]))
         self.shard_nbytes = dtype.itemsize * before, dtype.itemsize * behind
 
     def arguments_text(self) -> str:
         """Arguments of the layer and its announced shapes as text; must be equal on all its ranks."""
-        shapes = None if self.announced is None else [blocks.shape for blocks in self.announced.inputs]
+        shapes = [blocks.shape for blocks in self.announced]
         return f"{type(self).__name__}({self.extra_repr()}) for {shapes}"
 
     def expected(
@@ -366,15 +356,14 @@ class DistributedLayer(CallbackModule):
         It takes the memory of one element, and has no elements on idle ranks. ``connect`` plans for it as for
         a tensor of a user, so that no other path can differ from that of a call.
         """
-        known = self.announced
         if shape is None:
-            if known is None:
+            if not self.announced:
                 raise ProtocolError(
                     f"{self.name!r}: the shape of its input is not known: connect(shape) with the global one,"
                     " or build the layer from global parameters"
                 )
-            shape = known.inputs[at].shape
-        kinds = (None if known is None else known.dtype, *(p.dtype for p in self.parameters()))
+            shape = self.announced[at].shape
+        kinds = self.announced_dtype, *(p.dtype for p in self.parameters())
         kind = dtype or next(filter(None, kinds), torch.get_default_dtype())
         extents = self.expected_blocks(P_x, shape).own_box.shape if P_x.active else (0,)
         # A layer may check the values of its input, such as indices: zero is valid everywhere.
@@ -386,12 +375,18 @@ class DistributedLayer(CallbackModule):
         return Decomposition.balanced(P_x, shape)
 
     def place(
-        self, values: Mapping[str, nn.Parameter | InitialValues | None], placements: Mapping[str, Placement]
+        self,
+        values: Mapping[str, nn.Parameter | InitialValues | None],
+        placement: Callable[[str], Placement],
     ) -> None:
-        """Register the layer's parameters, cut and placed; collective over the machine."""
+        """Register the layer's parameters, cut and placed by name; collective over the machine."""
         # A layer whose parameters are all None is one without parameters: its calls look for none.
-        self.placements = dict(placements) or None
-        register(self, values, placements)
+        found = {key: placement(key) for key, value in values.items() if value is not None}
+        self.placements = found or None
+        # Training can use the parameters, even if this runs in inference mode.
+        with torch.inference_mode(False):
+            for key, value in values.items():
+                self.register_parameter(key, None if value is None else part_of(value, found[key].store))
         if self.placed is not None:
             self.placed.equalise()
 
@@ -454,11 +449,10 @@ class DistributedLayer(CallbackModule):
     @property
     def scattered(self) -> dict[str, Decomposition]:
         """The layouts of tensors that are not whole on every rank of the machine."""
-        everyone = self.machine.size
         return {
             key: layout
             for key, layout in self.layouts.items()
-            if layout.partition.size < everyone or any(axis is not None for axis in layout.axes)
+            if layout.partition.size < self.machine.size or layout.cut_dims
         }
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:

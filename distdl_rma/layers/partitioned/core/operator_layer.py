@@ -47,6 +47,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
     """
 
     _call_arguments: tuple[Any, ...] = ()  # other facts of a call that passes only an input
+    preserve_batch = True  # whether an output without elements has the batch size, as shape (b, 0)
     # Error in the inputs of a rank of P_x, which all ranks then raise; empty for inputs that are no tensors.
     input_problem: Callable[..., str] | None = None
 
@@ -65,16 +66,25 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         self._idle, self._has_output = tuple(not P.active for P in P_xs), P_y.active
 
     def plan(self, facts: dict[int, InputFacts]) -> O:
-        """Operation for the facts of all ranks; equal on all ranks, errors included."""
+        """Operation for the facts of all ranks; equal on all ranks, errors included.
+
+        Runs outside of inference mode, because training may use the tensors that an operation keeps. It is
+        kept and used again, so it depends on shapes, types and arguments, never on values.
+        """
         raise NotImplementedError
 
     def partition_of(self, at: int, _dims: int) -> Partition:
         """Partition of the input with this number; the last one holds for all further inputs."""
         return self.P_xs[min(at, len(self.P_xs) - 1)]
 
+    @property
+    def _last(self) -> O | None:
+        # Operation of the last call; None before the first one, and on ranks outside of calls.
+        return None if self.agreement is None else self.agreement.last
+
     def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
         """Decomposition of the output of the last call's operation."""
-        return None if self.agreement is None or self.agreement.last is None else self.agreement.last.output
+        return None if self._last is None else self._last.output
 
     @cached_property
     def agreement(self) -> ShapeAgreement[O] | None:
@@ -127,11 +137,12 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         # gradient, so it is one that does, if there is one; and all have one type, or all ranks refuse.
         weight = None
         for each in weights:
-            if weight is not None and each.dtype is not weight.dtype and not problem:
+            weight = each if weight is None else weight
+            if each.dtype is not weight.dtype and not problem:
                 problem = f"the parameters are of different types, {weight.dtype} and {each.dtype}"
-            if weight is not None and each.device != weight.device and not problem:
+            if each.device != weight.device and not problem:
                 problem = f"the parameters are on different devices, {weight.device} and {each.device}"
-            if weight is None or (each.requires_grad and not weight.requires_grad):
+            if each.requires_grad and not weight.requires_grad:
                 weight = each
         if self.input_problem is not None and not problem and not self._idle[0]:
             problem = self.input_problem(*xs)
@@ -165,7 +176,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         It has no elements outside of P_y, and is in a graph if that of any rank is.
         """
         if not self._has_output:
-            y = deliver(y, False, x.shape[0] if x.dim() else None)
+            y = deliver(y, False, x.shape[0] if self.preserve_batch and x.dim() else None)
         return y if y.requires_grad else anchored(y, needs.any)
 
     @reports_failures

@@ -61,27 +61,11 @@ def block_placement(blocks: Decomposition, pattern: str) -> Placement:
     return Placement(blocks) if pattern == "replicated" else Placement(blocks.one_copy(), blocks)
 
 
-def register(
-    layer: nn.Module,
-    values: Mapping[str, nn.Parameter | InitialValues | None],
-    placements: Mapping[str, Placement],
-) -> None:
-    """Give a layer this rank's parts of its parameters; local.
-
-    A value is the global tensor, equal on all ranks, or creates this rank's part of it; it is None for a
-    parameter that the layer lacks. Training can use the parameters, even if this runs in inference mode.
-    """
-    for key, value in values.items():
-        if value is None:
-            layer.register_parameter(key, None)
-            continue
-        store = placements[key].store
-        with torch.inference_mode(False):
-            if isinstance(value, torch.Tensor):
-                shard, learns = cut(store, value.detach()), value.requires_grad
-            else:
-                shard, learns = value.cut(store), True
-            layer.register_parameter(key, nn.Parameter(shard, learns))
+def part_of(value: nn.Parameter | InitialValues, store: Decomposition) -> nn.Parameter:
+    """This rank's part of a parameter, of which the value is the global tensor or creates the part; local."""
+    if isinstance(value, InitialValues):
+        return nn.Parameter(value.cut(store))
+    return nn.Parameter(cut(store, value.detach()), value.requires_grad)
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,16 +149,16 @@ class InitialValues:
         Its buffer has at most ``_DRAWN_AT_ONCE`` numbers, or one row.
         """
         partition = store.partition
-        box = store.box(partition.me) if partition.active else None
-        kept = torch.empty(box.shape if box else (0,), dtype=self.dtype, device="cpu")
+        box = store.own_box
+        kept = torch.empty(box.shape if partition.active else (0,), dtype=self.dtype, device="cpu")
         rows, width = self.shape[0], Box.of_shape(self.shape[1:]).volume
         step = min(rows, max(1, _DRAWN_AT_ONCE // max(width, 1)))
         buffer = torch.empty((step, *self.shape[1:]), dtype=self.dtype, device="cpu")
         for first in range(0, rows if width else 0, max(step, 1)):
             drawn = Box.of_shape(self.shape).replace(0, first, min(first + step, rows))
             numbers = buffer[: drawn.shape[0]].uniform_(-self.bound, self.bound)
-            common = drawn & box if box else None
-            if box and common and not common.empty:
+            common = drawn & box
+            if not common.empty:
                 kept[common.slices(box)] = numbers[common.slices(drawn)]
         return kept
 

@@ -22,7 +22,7 @@ import torch
 from distdl_rma.errors import ArgumentError, ShapeError, UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import fingerprint
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike
 from distdl_rma.layers.checks.arguments import summary_of
 from distdl_rma.layers.ops.core.autograd import GradientNeeds, reports_failures
 from distdl_rma.layers.ops.core.operation import Agreement, Operation
@@ -130,11 +130,6 @@ class DistributedLoss(OperatorLayer[Parts]):
         return x, x
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Current arguments of torch's function, besides tensors and reduction."""
-        return {key: getattr(self, key) for key in self._shown if key != "reduction"}
-
-    @property
     def _weights(self) -> dict[str, torch.Tensor]:
         return {key: weight for key, weight in self._buffers.items() if weight is not None}
 
@@ -144,7 +139,7 @@ class DistributedLoss(OperatorLayer[Parts]):
         # would else add up terms of different losses. Computed once, and again after an assignment
         # (``__setattr__``): a summary of weights takes longer than the loss of a small tensor.
         codes = {key: f"values of code {fingerprint(summary_of(w)):x}" for key, w in self._weights.items()}
-        given = {"reduction": self.reduction, **self.arguments}
+        given = {key: getattr(self, key) for key in self._shown}
         return given, tuple(f"{key}={value!r}" for key, value in (given | codes).items())
 
     @property
@@ -159,7 +154,7 @@ class DistributedLoss(OperatorLayer[Parts]):
     def extra_repr(self) -> str:
         """As in the base, with the shapes of weights."""
         shapes = {key: tuple(weight.shape) for key, weight in self._weights.items()}
-        words = {"reduction": self.reduction, **self.arguments, **shapes, "P_x": self.P_x.shape}
+        words = {**self._settings[0], **shapes, "P_x": self.P_x.shape}
         return ", ".join(f"{key}={value}" for key, value in words.items())
 
     @reports_failures
@@ -212,10 +207,8 @@ class DistributedLoss(OperatorLayer[Parts]):
 
     def plan(self, facts: dict[int, InputFacts]) -> Parts:
         """Layouts of the tensors that the shards form; raises torch's error for such tensors."""
-        (first, expected), *others = ((rank, ", ".join(fact.call_arguments)) for rank, fact in facts.items())
-        for rank, its in others:
-            if its != expected:
-                raise ShapeError(f"rank {first} passes {expected} but rank {rank} {its}")
+        settings = {rank: ", ".join(fact.call_arguments) for rank, fact in facts.items()}
+        alike(settings, "rank {} passes {} but rank {} {}")
         with attributed("input"):
             source, dtype = source_of(self.P_x, facts)
         with attributed("target"):

@@ -15,7 +15,7 @@ from distdl_rma.layers.partitioned.core.placement import (
     cut,
     lasting,
     linear_values,
-    register,
+    part_of,
 )
 
 RANKS = (4, 1, 3, 0, 5, 2)
@@ -58,13 +58,13 @@ def test_one_copy_covers_the_tensor_exactly_once(at):
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_parts_are_registered_and_become_whole_for_a_while(at):
+def test_parts_become_whole_for_a_while(at):
     values = torch.arange(35.0).reshape(7, 5)
     for store in everywhere(at).values():
         module = nn.Module()
-        register(module, {"w": nn.Parameter(values, False), "b": None}, {"w": Placement(store)})
+        module.w = part_of(nn.Parameter(values, False), store)
         part, memory = module.w.detach().clone(), module.w.data_ptr()
-        assert module.b is None and not module.w.requires_grad
+        assert not module.w.requires_grad
         assert torch.equal(part, values[store.slices()])
         with as_whole(module, {"w": store}):
             assert module.w.shape == (7, 5)
@@ -78,7 +78,7 @@ def test_ranks_outside_keep_nothing():
     for store in stores(77):
         assert cut(store, torch.ones(7, 5)).shape == (0,)
         module = nn.Module()
-        register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
+        module.w = part_of(nn.Parameter(torch.ones(7, 5)), store)
         with as_whole(module, {"w": store}):
             assert not module.w.any() and module.w.shape == (7, 5)
         assert module.w.shape == (0,)
@@ -87,7 +87,7 @@ def test_ranks_outside_keep_nothing():
 def test_another_tensor_in_the_place_of_a_whole_one_is_cut_and_a_part_has_the_type_of_the_whole():
     store = next(stores(4))
     module = nn.Module()
-    register(module, {"w": nn.Parameter(torch.ones(7, 5))}, {"w": Placement(store)})
+    module.w = part_of(nn.Parameter(torch.ones(7, 5)), store)
     with as_whole(module, {"w": store}):
         module.w = nn.Parameter(torch.full((7, 5), 3.0))
     assert torch.equal(module.w, torch.full(store.box(4).shape, 3.0))

@@ -41,7 +41,7 @@ def test_ranks_that_name_each_other_share():
         (([0, 1], [1], [2], [3]), r"gave \[0, 1\] on rank 0, but the ranks that say the same are \[0\]"),
         (([0, 1], [0, 1], None, None), r"rank 2 shares its statistics with \[0, 1, 2, 3\], as its user"),
         (([1], [1], [2], [3]), r"on rank 0: a list of different ranks with the caller among them"),
-        ((None, 7, None, None), "gave no list of ranks on rank 1"),
+        ((None, 7, None, None), "on rank 1 raised, or returned neither a number nor ranks: TypeError"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(lists, message):
@@ -57,6 +57,8 @@ def test_the_size_of_a_message_must_be_right():
 
 @pytest.mark.parametrize("said", [[], [1, 0], [2, 2], 7])
 def test_answers_travel_in_words(said):
-    answer = answer_of_user({"get_ranks_synch_norm": lambda: said, "get_sizeof_norm": lambda: said}, 0)
-    assert StatisticsAnswer(*json.loads(json.dumps(answer))).shown == answer.shown
-    assert answer.usable == (said in ([], [1, 0])) and answer.nbytes == (7 if said == 7 else -1)
+    for name, valid in (("get_ranks_synch_norm", said in ([], [1, 0])), ("get_sizeof_norm", said == 7)):
+        answer = answer_of_user({name: lambda: said}, 0)
+        told = json.dumps(answer)
+        assert json.dumps(StatisticsAnswer(*json.loads(told))) == told
+        assert bool(answer.problem) != valid and len(answer.problem) < 200

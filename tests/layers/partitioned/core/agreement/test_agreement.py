@@ -131,7 +131,7 @@ def test_plans_do_not_keep_their_layer(P_world):
     agree(plans, torch.ones(1))
     del layer
     assert gone() is None
-    with pytest.raises(ReferenceError, match="'it' is gone"):
+    with pytest.raises(ReferenceError, match="weakly-referenced object no longer exists"):
         agree(plans, torch.ones(2))
 
 
