@@ -238,7 +238,7 @@ class Inference:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.
         twin = twin_of(self.model)
         for path, module in [*twin.named_modules()]:
-            hook = ModuleHook(path, module, moves=True, elsewhere=False)
+            hook = ModuleHook(path, moves=True, elsewhere=False)
             module.register_forward_pre_hook(hook, prepend=True)
             module.register_forward_hook(site.pop_module, always_call=True)
         return twin

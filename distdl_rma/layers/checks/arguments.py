@@ -38,9 +38,6 @@ _PLAIN: frozenset[Any] = frozenset(TENSORS)
 _CONTAINERS: frozenset[Any] = frozenset({tuple, list, dict})
 # Attribute of tensors that a model holds.
 COMPARED = "_distdl_rma_held"
-# Tuples of scalars seen so far, such as strides, and their types: 1 equals True, and numbers of numpy.
-_KNOWN: dict[tuple[Any, ...], tuple[type, ...]] = {}
-_MOST_KNOWN = 1 << 12
 # Version of marshal without references, which depend on an object's reference count.
 _VERSION = 2
 # Number of elements of a plain tensor that are compared.
@@ -64,40 +61,14 @@ def comparable_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[li
 
     The word of a keyword argument is a dict of one item.
     """
-    words: list[Any] = []
-    plain: list[torch.Tensor] = []
     # The usual types need no call of a function.
-    for one in args:
-        kind = one.__class__
-        if kind in SCALAR_TYPES:
-            words += (one,)
-        elif kind in _PLAIN:
-            if COMPARED not in one.__dict__:
-                plain += (one,)
-        elif kind not in TENSORS:
-            try:
-                known = kind is tuple and one in _KNOWN and _KNOWN[one] == (*map(type, one),)
-            except TypeError:
-                # Slices, and lists, are not hashable.
-                known = False
-            words += (one if known else as_comparable(one),)
-            if not known and kind in _CONTAINERS:
-                plain += _plain_within(one)
-    if kwargs:
-        _add_named(kwargs, words, plain)
-    return words, plain
-
-
-def _add_named(kwargs: Mapping[str, Any], words: list[Any], plain: list[torch.Tensor]) -> None:
-    for key, one in kwargs.items():
-        kind = one.__class__
-        if kind in SCALAR_TYPES:
-            words += ({key: one},)
-        elif kind in _PLAIN:
-            plain += () if COMPARED in one.__dict__ else (one,)
-        elif kind not in TENSORS:
-            words += ({key: as_comparable(one)},)
-            plain += _plain_within(one) if kind in _CONTAINERS else ()
+    words = [
+        one if one.__class__ in SCALAR_TYPES else as_comparable(one)
+        for one in args
+        if one.__class__ not in TENSORS
+    ]
+    words += [{key: as_comparable(one)} for key, one in kwargs.items() if one.__class__ not in TENSORS]
+    return words, _plain_within((*args, kwargs))
 
 
 def _plain_within(argument: Any) -> list[torch.Tensor]:
@@ -122,10 +93,7 @@ def as_comparable(argument: Any) -> Any:
         argument = kind.__name__, argument.value
     if isinstance(argument, Mapping):
         argument = [*argument, *argument.values()]
-    if kind is tuple and all(one.__class__ in SCALAR_TYPES for one in argument):
-        # The result is the same whether the tuple is known: other ranks may know other tuples.
-        if len(_KNOWN) < _MOST_KNOWN:
-            _KNOWN[argument] = (*map(type, argument),)
+    if kind is tuple and SCALAR_TYPES.issuperset(map(type, argument)):
         return argument
     if isinstance(argument, (tuple, list, range)):
         return [*map(as_comparable, argument)]

@@ -33,6 +33,7 @@ from distdl_rma.layers.staging import down
 from distdl_rma.layers.sync.registry import not_on_one_device
 from distdl_rma.segments.consensus import gather_words, together
 from distdl_rma.segments.machine import Machine
+from distdl_rma.trace import in_columns
 
 # Tolerance: this power of the dtype's resolution, relative to the largest element, at least to ``_SMALL``.
 _POWER, _SMALL = 0.6, 1e-3
@@ -120,13 +121,11 @@ class Comparison:
         return "\n".join([*lines, self._rows(worst[:_WORST]), "(the worst rows; table() has all of them)"])
 
     def _rows(self, differences: list[Difference]) -> str:
-        width = max([len(each.name) for each in differences], default=4)
-        lines = [f"{'':3} {'what':14} {'of':{width}} {'error':>9} {'of':>9}  shape"]
+        rows = [("", "what", "of", "error", "of", "shape")]
         for each in differences:
-            sign = "" if each.equal else "!!!"
-            numbers = f"{each.error:9.1e} {each.scale:9.1e}" if not each.problem else f"{each.problem:>19}"
-            lines.append(f"{sign:3} {each.what:14} {each.name:{width}} {numbers}  {each.shape}")
-        return "\n".join(lines)
+            numbers = (each.problem, "") if each.problem else (f"{each.error:.1e}", f"{each.scale:.1e}")
+            rows.append(("" if each.equal else "!!!", each.what, each.name, *numbers, str(each.shape)))
+        return "\n".join(in_columns(rows))
 
 
 def compare(

@@ -127,7 +127,7 @@ class Distributed:
         number = machine.kept["models"] = machine.kept.get("models", 0) + 1
         self.name, self._copies = f"{type(model).__name__} (distributed model {number})", count(1)
         self._belongs_to(model)
-        self._root = self._hook("", model)
+        self._root = self._hook("")
         self._handles = [
             model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
             model.register_forward_pre_hook(self._root, prepend=True),
@@ -158,18 +158,17 @@ class Distributed:
         # A tensor of the model, whose device is the model's; None without any.
         self._first: torch.Tensor | None = None
 
-    def _hook(self, path: str, module: nn.Module) -> ModuleHook:
-        return ModuleHook(path, module, self.fallback == "move", not self._synchronises)
+    def _hook(self, path: str) -> ModuleHook:
+        return ModuleHook(path, self.fallback == "move", not self._synchronises)
 
     def _look(self, model: nn.Module) -> None:
         # Registers hooks on all present modules, so that each reports that it runs.
         for handle in self._of_parts:
             handle.remove()
         self._of_parts, parts = [], [*model.named_modules()]
-        self._root.look(model)
         for path, module in parts[1:]:
             self._of_parts += [
-                module.register_forward_pre_hook(self._hook(path, module), prepend=True),
+                module.register_forward_pre_hook(self._hook(path), prepend=True),
                 module.register_forward_hook(site.pop_module, always_call=True),
             ]
         if not self._synchronises:

@@ -65,19 +65,9 @@ def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
     return found
 
 
-def machine_of(x: SplitTensor) -> Machine:
-    """Machine of a tensor's ranks."""
-    partition = x._layout.partition
-    machine = partition.home
-    if isinstance(machine, Machine) and not machine.segments.closed:
-        return machine
-    # Raises an error that says what is wrong.
-    return Machine.of(partition)
-
-
 def site_for(func: Any, *tensors: Any) -> Site:
     """Site of the current call, on the machine of the first split tensor among ``tensors``."""
-    return site_of(machine_of(next(x for x in tensors if isinstance(x, SplitTensor))), func)
+    return site_of(next(x for x in tensors if isinstance(x, SplitTensor)).machine, func)
 
 
 def on_whole_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,10 +138,10 @@ def of_cut(
                 if layout is None and plain:
                     raise refused(func, plain)
                 return otherwise(func, args, kwargs)
-            # The lines of ``site_for``, without the cost of two calls.
+            # The lines of ``site_for``, without the cost of its calls.
             home: Any = layout.partition.home
             if home.__class__ is not Machine or home.segments.closed:
-                home = machine_of(x)
+                home = x.machine
             return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
 
         return called

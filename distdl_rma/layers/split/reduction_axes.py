@@ -103,10 +103,6 @@ class Along:
         """Sum of the ranks' results, whose reduced dimensions have extent 1; differentiable, blocking."""
         return all_sum(self.site, y, self.layout, self.cut)
 
-    def partial(self, f: OnBlock) -> torch.Tensor:
-        """The function's result of the block: extent 1 in reduced dimensions, 0 where the block is empty."""
-        return f(self.local) if self.local.numel() else computed(f, self.local)
-
     def together(self, y: torch.Tensor, what: str, each: int = 1) -> torch.Tensor:
         """Results of all ranks, in the order of their blocks, on all of them; blocking, differentiable.
 

@@ -80,9 +80,6 @@ ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them,
 _NO_CHECK_WHEN_EMPTY = frozenset(
     {"query", "value", "gradient", "creation", "refused", "copies", "registered"}
 )
-_LISTS: frozenset[Any] = frozenset({list, tuple})
-# Used in place of ``args`` if a call passes all arguments by name: makes the loop check these.
-_UNKNOWN: tuple[Any, ...] = ((torch.empty(0),),)
 # Kinds that get arguments unchanged; ``out=`` is allowed.
 _AS_PASSED = frozenset({"copies", "registered"})
 _ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
@@ -401,12 +398,7 @@ class SplitTensor(torch.Tensor):
                 if kwargs and "out" in kwargs and kwargs["out"] is not None and rule.kind not in _AS_PASSED:
                     raise refused(func, "out= is not supported; what it returns is to be assigned")
                 if lay.LEAVING_OUT:
-                    # Inline, to save a call where all ranks have elements.
-                    x: Any
-                    for x in args or _UNKNOWN:
-                        listed = x.__class__ in _LISTS and x and x[0].__class__ in TENSORS
-                        if listed or (x.__class__ is cls and x._layout.leaves_out):
-                            _check_empty_blocks(rule, func, args, kwargs or _NOTHING)
+                    _check_empty_blocks(rule, func, args, kwargs or _NOTHING)
                 if not args and rule.kind not in _AS_PASSED:
                     args, kwargs = first_by_place(func, kwargs or _NOTHING)
                 if rule.errors == "first":

@@ -70,15 +70,6 @@ class GradientNorms:
         largest, strange = self._total("max", largest, any(map(math.isnan, norms)))
         return torch.tensor(math.nan if strange else largest, dtype=torch.float64)
 
-    @staticmethod
-    def scale(gradients: Sequence[torch.Tensor | None], max_norm: float, norm: torch.Tensor) -> None:
-        """Scale gradients in place, as torch does, if their norm is above ``max_norm``."""
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            if gradient is not None:
-                wide = gradient.dtype in (torch.float64, torch.complex128)
-                gradient.mul_(factor.to(torch.float64 if wide else torch.float32))
-
     def close(self) -> None:
         """Release the memory; local, idempotent."""
         for total in self._totals.values():

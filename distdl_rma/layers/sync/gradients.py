@@ -269,7 +269,10 @@ class GradientSync(Uncopyable):
         norm = self._norm(norm_type, max_norm)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, not finite")
-        GradientNorms.scale([slot.gradient for slot in self._slots], max_norm, norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in [slot.gradient for slot in self._slots]:
+            if gradient is not None:
+                gradient.mul_(factor)
         return norm
 
     def describe(self) -> list[dict[str, object]]:
@@ -389,15 +392,11 @@ class GradientSync(Uncopyable):
 
     @breaks_graph
     def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
-        # The gradient is complete and not yet accumulated. The usual case makes few calls.
+        # The gradient is complete and not yet accumulated.
         if compiles() is not None:
             return run_eager(self._computed, slot, computed)
         parameter = slot.parameter()
-        goes_on = self._in_backward and not (self._paused or self._closed or GRAD_CALLS)
-        fresh = parameter.grad is None and parameter.dtype is slot.kind.dtype and not slot.ready
-        if goes_on and fresh and self._ending() is not None:
-            slot.local = False
-        elif not self._prepare(slot, parameter):
+        if not self._prepare(slot, parameter):
             return None
         self._on_the_way += not self._paused
         found = contribution(self._machine, slot, computed, self.alike_on) if self.alike_on else None
@@ -406,7 +405,7 @@ class GradientSync(Uncopyable):
         return found
 
     def _prepare(self, slot: GradientSlot, parameter: Any) -> bool:
-        # Handles other cases, such as accumulation; returns whether the gradient will be summed.
+        # Puts an earlier gradient aside; returns whether the new one will be summed.
         if self._closed:
             self._check_open()
         if GRAD_CALLS and self._in_grad_call(slot):

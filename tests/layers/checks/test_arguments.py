@@ -124,16 +124,8 @@ def test_what_differs_has_another_number(one, other):
     assert checksum(comparable_parts([one], {})[0]) == checksum([as_comparable(one)])
 
 
-def test_a_tuple_is_said_alike_where_no_more_are_kept(monkeypatch):
-    first = checksum(comparable_parts([(7, 11)], {})[0])
-    monkeypatch.setattr(arguments, "_KNOWN", {})
-    monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
-    assert checksum(comparable_parts([(7, 11)], {})[0]) == first and not arguments._KNOWN
-
-
 @pytest.mark.parametrize("twin", [(np.int64(5), np.int64(13)), (5.0, 13), (Choice.FIRST, 13)])
-def test_a_tuple_that_equals_a_known_one_has_the_number_that_it_has_elsewhere(monkeypatch, twin):
-    monkeypatch.setattr(arguments, "_KNOWN", {})
+def test_a_tuple_that_equals_one_met_before_has_the_number_that_it_has_elsewhere(twin):
     alone = checksum(comparable_parts([twin], {})[0])
     comparable_parts([(5, 13)], {})
     assert twin == (5, 13)

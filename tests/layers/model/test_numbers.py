@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import MismatchError, distribute, shard
-from distdl_rma.layers.checks import arguments
 from distdl_rma.layers.checks.model_calls import CallTrace
 from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN
 
@@ -278,15 +277,6 @@ def test_a_copy_follows_backwards_when_its_model_is_closed(split_of, x, odd, mon
     twin(x).sum().backward()
     twin.distributed.close()
     assert not LOSS_ORIGIN.on
-
-
-def test_a_rank_that_has_met_many_tuples_says_the_same(model, x, odd, monkeypatch):
-    monkeypatch.setattr(arguments, "_KNOWN", {})
-    if odd:
-        monkeypatch.setattr(arguments, "_MOST_KNOWN", 0)
-    model.act = lambda y: F.pad(y, (1, 1, 0, 0))
-    for _ in range(2):
-        model(x).sum().backward()
 
 
 def test_slices_that_are_written_belong_to_what_is_computed(model, x, odd):

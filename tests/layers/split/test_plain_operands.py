@@ -41,7 +41,7 @@ def test_without_a_graph_nothing_is_done(cut):
 
 def test_where_somebody_else_sums_all_gradients_are_contributions(cut):
     x, rank = torch.ones(3, requires_grad=True), cut.partition.rank
-    THREAD.stack.append(("model", True, True, None, False, True))
+    THREAD.stack.append(("model", True, True))
     (beside(x, cut) * (1 + rank)).sum().backward()
     pop_module()
     assert torch.equal(x.grad, torch.full((3,), 1.0 + rank))

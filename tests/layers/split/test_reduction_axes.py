@@ -10,6 +10,7 @@ from distdl_rma.layers.split.calls.site import site_of
 from distdl_rma.layers.split.reduction_axes import (
     Along,
     chosen_dims,
+    computed,
     laid_out,
     positive,
     put_back,
@@ -38,7 +39,7 @@ def rows(P_world):
 def test_results_of_blocks_come_together(rows):
     along, other = (Along.of(site_of(rows.machine, torch.amax), rows, dims) for dims in ((2, 3), 3))
     assert along.count == 20 and along.ranks == rows.partition.ranks and other.ranks == (rows.partition.me,)
-    mine = along.partial(lambda x: x.amax((2, 3), True))
+    mine = computed(lambda x: x.amax((2, 3), True), along.local)
     every = along.together(mine, "largest")
     assert every.shape == (2, 3, rows.partition.size, 1)
     assert torch.equal(every.amax((2, 3)), rows.full_tensor().amax((2, 3)))

@@ -137,16 +137,11 @@ _AS_TORCH = KernelChoice(safe=True)
 _choice = lru_cache(maxsize=1024)(KernelChoice.of)
 
 
-def uses_faster_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
-    """Whether a convolution, or its adjoint, uses a faster kernel than torch; False if torch raises.
-
-    Operands that do not fit together go to torch, whose error the user knows.
-    """
-    if _choice(steps, x.shape, weight.shape, x.dtype)[1:] == _AS_TORCH[1:] or not _onednn_enabled():
-        return False
+def _fits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> bool:
+    # Operands that do not fit together go to torch, whose error the user knows.
     channels = weight.shape[1] * steps.groups if steps.transposed else weight.shape[0]
     fits = bias is None or (bias.dtype == x.dtype and bias.shape == (channels,))
-    return fits and weight.dtype == x.dtype
+    return fits and weight.dtype == x.dtype and _onednn_enabled()
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: ConvolutionArguments) -> Tensor:
@@ -159,7 +154,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     """
     choice = _choice(steps, x.shape, weight.shape, x.dtype)
     differentiated = choice != _AS_TORCH and torch.is_grad_enabled()
-    if choice.safe and (differentiated or choice.chosen) and not uses_faster_kernel(x, weight, bias, steps):
+    if choice.safe and (differentiated or choice.chosen) and not _fits_onednn(x, weight, bias, steps):
         choice, differentiated = _AS_TORCH, False
     if differentiated:
         y: Tensor = _Convolution.apply(x, weight, bias, steps)

@@ -29,12 +29,9 @@ _LONGER_ON_CPU = """
 polar view_as_complex quantile nanquantile trace avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d
 reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
 adaptive_max_pool3d_with_indices max_pool3d max_unpool1d max_unpool2d max_unpool3d grid_sample grid_sampler
-binary_cross_entropy
+binary_cross_entropy fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
+fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_ihfft
 """.split()
-_LONGER_ON_CPU += [
-    f"fft_{name}{dims}" for name in ("fft", "ifft", "rfft", "irfft") for dims in ("", "2", "n")
-]
-_LONGER_ON_CPU += ["fft_hfft", "fft_ihfft"]
 # Functions of matrices, then functions that are refused for cut tensors.
 _LONGER_ON_CPU += """
 cholesky cholesky_inverse cholesky_solve inverse pinverse qr svd linalg_cholesky linalg_cholesky_ex

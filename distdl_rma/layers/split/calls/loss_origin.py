@@ -98,11 +98,7 @@ class LossOrigin:
         """Hash a result from the function and its arguments."""
         if kind in _UNFOLLOWED:
             return
-        hashes = [self._names[function], torch.is_grad_enabled()]
-        for argument in args:
-            # A split tensor has its hash as an attribute, like a plain tensor that was computed of one.
-            known = getattr(argument, "_loss_hash", None)
-            hashes.append(self._hash_of(argument) if known is None else known)
+        hashes = [self._names[function], torch.is_grad_enabled(), *map(self._hash_of, args)]
         for key, argument in kwargs.items():
             if argument is not None and argument is not False:
                 hashes += self._names[key], self._hash_of(argument)
@@ -128,6 +124,7 @@ class LossOrigin:
         if kind is str:
             return self._names[argument]
         if kind in TENSORS:
+            # A split tensor has its hash as an attribute, like a plain tensor that was computed of one.
             known = getattr(argument, "_loss_hash", None)
             return _number_of(argument) if known is None else known
         if isinstance(argument, (tuple, list)):

@@ -55,9 +55,6 @@ RunningModule = tuple[
     str,  # its path
     bool,  # whether rules may redistribute tensors in it
     bool,  # whether DDP or FSDP, and no GradientSync, sums the gradients of plain tensors
-    # If torch's own code calls the module: the user's place that called the outermost of these, once known.
-    "list[Place] | None",
-    bool,  # whether all functions that it calls are called by torch's own code
 ]
 
 
@@ -69,7 +66,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[RunningModule] = [("", True, False, None, False)]
+        self.stack: list[RunningModule] = [("", True, False)]
         self.place: Place | None = None
 
 
@@ -307,15 +304,7 @@ def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str
     trace = CALL_TRACES[-1]
     if trace is None or kind in _UNCOMPARED:
         return
-    path, _, _, known, there = THREAD.stack[-1]
-    if there and known:
-        # Skips about a dozen frames of torch's own, which would take long to walk.
-        place = THREAD.place = known[0]
-    else:
-        place = user_place()
-        if there and known is not None:
-            known.append(place)
-    key = function, path, place
+    key = function, THREAD.stack[-1][0], user_place()
     if key not in _STEPS:
         _STEPS[key] = Step(*key)
     trace.steps += (_STEPS[key],)

@@ -121,3 +121,20 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
     changed = "shifted" if func.__name__.endswith("shift") else "transformed"
     return by_whole_dims(site, x, dims, compute, f"{changed} dimensions made whole")
+
+
+@checked_rule("window", torch.gradient)
+@of_cut()
+def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
+    """One tensor per dimension; if that is cut, another one is cut meanwhile, and the result moves back."""
+    if tensors_in(spacing):
+        # Of coordinates every rank needs all.
+        return on_whole_tensors(*call)
+    dims = range(x.dim()) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
+    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
+
+    def along(d: int, step: Any) -> SplitTensor:
+        given = {"spacing": step, "dim": d, "edge_order": edge_order}
+        return by_whole_dims(site, x, [d], lambda block: torch.gradient(block, **given)[0])
+
+    return tuple(along(positive(d, x.dim()), step) for d, step in zip(dims, steps, strict=True))

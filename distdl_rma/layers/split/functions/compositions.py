@@ -1,4 +1,4 @@
-"""Distances of vectors, differences of neighbours: mostly composed of other functions.
+"""Distances of vectors, comparisons and others that are composed of other functions.
 
 A composition is torch's definition of a function, written with functions that have rules. These know how to
 cut, move and sum, so that nothing here mentions a rank. The price is more calls, and more tensors in the
@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.table import rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
-from distdl_rma.layers.split.operands import composition, of_cut
-from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
+from distdl_rma.layers.split.operands import composition
+from distdl_rma.layers.split.tensor import composed
 
 
 @checked_rule("norm", F.cosine_similarity)
@@ -48,35 +47,20 @@ def contains(x: Any, element: Any) -> bool:
     return bool((x == element).any())
 
 
+@checked_rule("reduction", "equal", "allclose")
+@composition
+def comparison(x: Any, other: Any, **given: Any) -> bool:
+    """Each rank compares its blocks; true on all ranks if it is true on each of them."""
+    if given:
+        return bool(torch.isclose(x, other, **given).all())
+    return x.shape == other.shape and bool((x == other).all())
+
+
 @checked_rule("norm", F.pairwise_distance)
 @composition
 def pairwise_distance(x1: Any, x2: Any, p: float, eps: float, keepdim: bool) -> Any:
     """Norms of differences, combined over the ranks if the last dimension is cut."""
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
-@checked_rule("window", torch.gradient)
-@of_cut()
-def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edge_order: int) -> Any:
-    """Differences of neighbours, which ranks fetch; one tensor per dimension."""
-    spacing, count = 1 if spacing is None else spacing, len(x._layout.shape)
-    dims = range(count) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
-    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
-    if any(isinstance(h, torch.Tensor) and h.dim() for h in steps):
-        raise refused(call[0], "it is given coordinates; spacing is to be numbers")
-    return tuple(composed(_along, x, d % count, h, edge_order) for d, h in zip(dims, steps, strict=True))
-
-
-def _along(x: torch.Tensor, dim: int, h: Any, order: int) -> torch.Tensor:
-    n = x.shape[dim]
-    at = [x.narrow(dim, each, 1) for each in (0, 1, n - 2, n - 1)]
-    first, last = at[1] - at[0], at[3] - at[2]
-    if order == 2:
-        first = (4 * at[1] - 3 * at[0] - x.narrow(dim, 2, 1)) / 2
-        last = (3 * at[3] - 4 * at[2] + x.narrow(dim, n - 3, 1)) / 2
-    inner = (x.narrow(dim, 2, n - 2) - x.narrow(dim, 0, n - 2)) / 2
-    found: torch.Tensor = torch.cat([first, inner, last], dim) / h
-    return found
 
 
 def _unguarded(function: Any) -> Any:
@@ -93,10 +77,8 @@ def _unguarded(function: Any) -> Any:
 # Torch writes these in Python, with functions that have rules: its code is the rule.
 _BY_TORCH: dict[str, list[Any]] = {
     "contraction": [F.multi_head_attention_forward],
-    "loss": [
-        *(F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss),
-    ],
-    "norm": [F.local_response_norm],
+    "loss": [F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss],
+    "norm": [F.local_response_norm, torch.norm, torch.Tensor.norm],
     "random": [F.gumbel_softmax],
     "reduction": [F.softmin],
     "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],

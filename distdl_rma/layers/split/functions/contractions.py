@@ -204,12 +204,14 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
-@rule("contraction", *"matmul mm bmm mv dot vdot inner __matmul__ __rmatmul__".split())
+@rule("contraction", *"matmul mm bmm mv dot vdot inner outer ger __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products."""
     a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
+    if func.__name__ in ("outer", "ger"):
+        return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
     if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
         return contracted(func, func, [a, b], [["k"], ["k"]], [])
     if func.__name__ == "inner":
@@ -245,21 +247,10 @@ def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not (dtype.is_floating_point or dtype.is_complex):
         # Torch rounds these factors to integers.
         factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
-    beta, alpha = factors.get("beta", 1), factors.get("alpha", 1)
-    found: Any = SplitTensor(y, work.result)
-    if alpha != 1:
-        found = composed(torch.mul, found, alpha)
-    if beta != 0:
-        added = composed(_T.to, x, y.dtype)
-        found = composed(torch.add, found, added if beta == 1 else composed(torch.mul, added, beta))
+    found: Any = SplitTensor(y * factors.get("alpha", 1), work.result)
+    if beta := factors.get("beta", 1):
+        found = composed(torch.add, found, composed(_T.to, x, y.dtype), alpha=beta)
     return composed(_T.to, found, dtype)
-
-
-@checked_rule("contraction", "outer", "ger")
-def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks. If one grid dimension cuts both vectors, the second is gathered."""
-    a, b = (*args, *kwargs.values())
-    return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
 
 
 @checked_rule("contraction", torch.einsum)

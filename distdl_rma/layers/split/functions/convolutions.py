@@ -9,76 +9,35 @@ that only a halo travels: a strip of the neighbours' elements, as wide as the ke
 The rule finds the operation for layouts, dtypes and arguments that its site has met before, or makes it
 (``layers/ops/conv``). All it does itself is to read arguments: a missing batch dimension, complex numbers,
 and the choice of schedule for small blocks (``overlap_pays``).
-
-Copies are convolved by the kernel that ranks use for blocks (``_of_whole``), if that is the faster one for
-their sizes. Where torch traces or differentiates forward, it needs its own function.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import each_dim
-from distdl_rma.layers.ops.conv import kernels
 from distdl_rma.layers.ops.conv.conv_transpose import TransposedConvolution
 from distdl_rma.layers.ops.conv.convolution import Convolution
-from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments
 from distdl_rma.layers.ops.conv.worker_grid import IN, OUT, options_of, overlap_pays, reads_sides
-from distdl_rma.layers.ops.core.autograd import tracer
-from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.split import layout as lay
-from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import raise_as_torch
-from distdl_rma.layers.split.operands import needs_of, of_cut, on_whole_tensors, wholes
+from distdl_rma.layers.split.operands import needs_of, of_cut, wholes
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 
 _DIMS = {f"conv{kind}{dims}d": dims for kind in ("", "_transpose") for dims in (1, 2, 3)}
 _WEIGHTS = "weight", "bias"
 
 
-@cache
-def _of_whole(func: Any) -> Any:
-    # The function of plain tensors with the kernel that ranks use for blocks.
-    @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        weight, bias, stride, padding, dilation, groups = named(func, args, kwargs).values()
-        x = args[0]
-        alike = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and x.dim() == weight.dim()
-        if not alike or isinstance(padding, str) or AUTOCASTS():
-            return func(*args, **kwargs)
-        # Forward-mode derivatives need torch's own function.
-        if tracer() or forward_ad._current_level >= 0:
-            return func(*args, **kwargs)
-        dims = weight.dim() - LEADING
-        numbers = [each_dim(value, dims) for value in (stride, padding, dilation)]
-        # Torch raises errors for invalid numbers.
-        if any(len(n) != dims or min(n) < least for n, least in zip(numbers, (1, 0, 1), strict=True)):
-            return func(*args, **kwargs)
-        step, sides, dilations = numbers
-        steps = ConvolutionArguments(step, sides, dilations, groups=groups)
-        if not kernels.uses_faster_kernel(x, weight, bias, steps):
-            return func(*args, **kwargs)
-        return kernels.convolution(x, weight, bias, steps)
-
-    return call
-
-
-def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return on_whole_tensors(func if "transpose" in func.__name__ else _of_whole(func), args, kwargs)
-
-
 @rule("window", *_DIMS)
-@of_cut(empty=False, otherwise=_on_copies)
+@of_cut(empty=False)
 def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, **how: Any) -> Any:
     """Each rank convolves its block and its halo with the whole weight; the halo travels meanwhile.
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import pi, prod, sqrt
-from threading import local
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,20 +55,9 @@ _PARTS = _FLOATS | {torch.complex32, torch.complex64, torch.complex128}
 _COUNTS = _FLOATS | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-class _Scratch(local):
-    """Memory of each thread for one number of a generator."""
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            self.word = torch.empty((), dtype=torch.int64, device="cpu")
-
-
-_SCRATCH = _Scratch()
-
-
 def seed_from(source: torch.Generator | None = None) -> int:
     """Seed of one draw: a number of the default generator, or of ``source``; on all ranks of the tensor."""
-    return int(_SCRATCH.word.random_(generator=source).item())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=source).item())
 
 
 def generator_of_block(layout: Decomposition, seed: int) -> torch.Generator:
@@ -87,32 +75,21 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
     distribution, types = _DISTRIBUTIONS[name]
     if out.dtype not in types:
         return False
-    if not out.is_cpu:
-        # The same numbers on every device.
-        here = torch.empty_like(out, device="cpu", requires_grad=False)
-        fill(here, name, layout, seed, parameters)
-        out.copy_(up(here, out.device))
-        return True
     real, mean = out, 0.0
     if out.is_complex():
         real = torch.view_as_real(out)
         if name == "normal_":
             # Both parts have half of the variance.
             mean, parameters = parameters[0], (0.0, parameters[1] / sqrt(2))
-    plan = _plan(layout.own_box.bounds, layout.shape, real.stride())
+    plan = _plan(layout.own_box.bounds, layout.shape, out.is_complex())
     if plan is None:
         return True
-    if len(plan.rows) == 1 and plan.width == plan.piece:
-        words = plan.columns + np.uint64((int(plan.rows[0]) + seed) % _WORDS)
-        _mix(words, np.empty_like(words))
-        found = torch.from_numpy(distribution(real.dtype, *parameters, words))
-        real.copy_(found.as_strided(real.shape, plan.strides))
-    elif plan.strides == real.stride() and not (out.requires_grad and torch.is_grad_enabled()):
-        _fill(real.detach(), plan, seed, partial(distribution, real.dtype, *parameters))
-    else:
-        target = torch.empty_strided(real.shape, plan.strides, dtype=real.dtype)
-        _fill(target, plan, seed, partial(distribution, real.dtype, *parameters))
-        real.copy_(target)
+    # Elements are drawn in C order on the CPU. Devices, other orders in memory and graphs get copies.
+    at_once = real.is_cpu and real.is_contiguous() and not (out.requires_grad and torch.is_grad_enabled())
+    target = real.detach() if at_once else torch.empty(real.shape, dtype=real.dtype, device="cpu")
+    _fill(target, plan, seed, partial(distribution, real.dtype, *parameters))
+    if not at_once:
+        real.copy_(up(target, real.device))
     if mean:
         out.add_(mean)
     return True
@@ -121,7 +98,6 @@ def fill(out: torch.Tensor, name: str, layout: Decomposition, seed: int, paramet
 class _Plan(NamedTuple):
     """What the indices of a block's elements add to the seed, as sums of rows and columns."""
 
-    strides: tuple[int, ...]  # of memory without gaps in which the elements are drawn
     rows: Words  # of the outer dimensions
     columns: Words  # of the inner dimensions, as far as a chunk goes
     width: int  # elements of a whole row
@@ -130,26 +106,15 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan(
-    bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> _Plan | None:
-    # Of a block in memory with these strides; None without elements. Complex elements have a dimension more.
-    if len(strides) > len(shape):
+def _plan(bounds: tuple[tuple[int, int], ...], shape: tuple[int, ...], is_complex: bool) -> _Plan | None:
+    # Of a block of a tensor; None without elements. Complex elements have a dimension more.
+    if is_complex:
         bounds, shape = (*bounds, (0, 2)), (*shape, 2)
-    extents = [b - a for a, b in bounds]
-    if 0 in extents:
+    if any(a == b for a, b in bounds):
         return None
-    # In the order of memory, if the block fills it.
-    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    dense = _packed(extents, order)
-    if any(n > 1 and a != b for n, a, b in zip(extents, strides, dense, strict=True)):
-        order = [*range(len(shape))]
-        dense = _packed(extents, order)
-    else:
-        dense = strides
     # A tensor without dimensions has one element.
-    steps = [prod(shape[d + 1 :]) * _STEP % _WORDS for d in order] or [0]
-    starts, stops = zip(*(bounds[d] for d in order), strict=True) if order else ((0,), (1,))
+    steps = [prod(shape[d + 1 :]) * _STEP % _WORDS for d in range(len(shape))] or [0]
+    starts, stops = zip(*bounds, strict=True) if bounds else ((0,), (1,))
     at, inner = len(steps) - 1, 1
     while at and inner * (extent := stops[at] - starts[at]) <= _CHUNK:
         inner *= extent
@@ -161,16 +126,7 @@ def _plan(
     # The first number of SplitMix64 is that of the seed and one step.
     rows = _sums(starts[:at], stops[:at], steps) + np.uint64(_STEP)
     columns = _sums(starts[at:], pieces, steps[at:])
-    return _Plan(dense, rows, columns, extent * inner, len(columns), indices * steps[at] % _WORDS)
-
-
-def _packed(extents: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    # Strides of memory without gaps, whose dimensions lie in an order, the slowest one first.
-    strides, count = [1] * len(extents), 1
-    for d in reversed(order):
-        strides[d] = count
-        count *= extents[d]
-    return tuple(strides)
+    return _Plan(rows, columns, extent * inner, len(columns), indices * steps[at] % _WORDS)
 
 
 def _sums(starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Words:

@@ -429,10 +429,7 @@ def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
     """Each rank encodes its block; without a number of classes ranks find the largest class."""
     local, layout = checked_block(x), x._layout
     if num_classes == -1:
-        most = local.max() if local.numel() else torch.tensor(-1, dtype=local.dtype)
-        cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
-        ranks = lay.line(layout, cut)
-        num_classes = int(reduced(site, most, ranks, "max", "classes")) + 1
+        num_classes = int(composed(torch.max, x)._local) + 1
     y = torch.nn.functional.one_hot(local, num_classes)
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
 

@@ -30,7 +30,7 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.layers.split.operands import needs_of, of_cut, on_whole_tensors, wholes
-from distdl_rma.layers.split.reduction_axes import chosen_dims, put_back, with_whole
+from distdl_rma.layers.split.reduction_axes import chosen_dims
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 
 Weights = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -151,7 +151,7 @@ _OF_LAST = "Uses {} over the last dimensions; ranks exchange {} only if these ar
 @of_cut(empty=False)
 def over_last(
     call: Call, site: Site, x: SplitTensor, normalized_shape: Any, weight: Any, eps: Any, **others: Any
-) -> SplitTensor:
+) -> Any:
     """Uses moments over the last dimensions."""
     layout, local, bias = x._layout, checked_block(x), others.get("bias")
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -159,16 +159,16 @@ def over_last(
     if not shape or len(shape) > dims or layout.shape[dims - len(shape) :] != shape:
         raise ShapeError(f"{site.name}: normalized_shape {shape} is not the end of {layout.shape}")
     if any(d >= dims - len(shape) for d in layout.cut_dims):
-        if not local.is_complex():
-            return _normalised(call, site, x, len(shape), (weight, bias), eps)
-        # Moments of complex numbers cannot be exchanged.
-        local, layout = with_whole(site, x, range(dims - len(shape), dims))
+        if local.is_complex():
+            # Moments of complex numbers cannot be exchanged.
+            return on_whole_tensors(*call)
+        return _normalised(call, site, x, len(shape), (weight, bias), eps)
     weight, bias = wholes(site, (weight, bias), layout, _WEIGHTS)
     if call[0].__name__ == "layer_norm":
         y = F.layer_norm(local, shape, weight, bias, eps)
     else:
         y = F.rms_norm(local, shape, weight, eps)
-    return SplitTensor(y, layout) if layout is x._layout else put_back(site, y, layout, x._layout)
+    return SplitTensor(y, layout)
 
 
 @checked_rule("norm", F.normalize)

@@ -66,12 +66,10 @@ add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
 minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 copysign nextafter ldexp heaviside xlogy
 xlog1py lerp addcmul addcdiv masked_fill eq ne lt le gt ge greater greater_equal less less_equal
 not_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-bitwise_right_shift rsub complex polar gcd lcm __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
-__div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__
-__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__
-__rlshift__ __rshift__ __rrshift__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__
-__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ _prelu_kernel
+bitwise_right_shift rsub complex polar gcd lcm __eq__ __ne__ __lt__ __le__ __gt__ __ge__ _prelu_kernel
 """.split()
+_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+_BINARY += [f"__{side}{name}__" for side in ("", "r", "i") for name in _OPERATORS]
 
 
 def _in_place(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -206,8 +204,7 @@ def changed_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank converts its block; of another tensor only the type is used."""
     x, *others = args
-    others = [each._local if isinstance(each, SplitTensor) else each for each in others]
-    kwargs = {key: each._local if isinstance(each, SplitTensor) else each for key, each in kwargs.items()}
+    others, kwargs = [*map(block_of, others)], {key: block_of(each) for key, each in kwargs.items()}
     if not isinstance(x, SplitTensor):
         return func(x, *others, **kwargs)
     y = func(local := checked_block(x), *others, **kwargs)
@@ -216,8 +213,7 @@ def retyped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if y.is_meta:
         raise refused(func, "a block on the device meta has no memory, which ranks could exchange")
     found = SplitTensor(y, x._layout)
-    if x._strides is not None:
-        found._strides = order_kept(x)
+    found._strides = order_kept(x)
     return found
 
 

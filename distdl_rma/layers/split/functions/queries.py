@@ -94,14 +94,10 @@ rule("query", torch.result_type, doc="Follows types and numbers of dimensions.")
 )
 
 
-@rule(
-    "gradient",
-    _T.requires_grad.__set__,
-    _T.requires_grad_,
-    _T.retain_grad,
-    _T.register_hook,
-    _T.register_post_accumulate_grad_hook,
-)
+_ON_GRAPH = "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook".split()
+
+
+@rule("gradient", _T.requires_grad.__set__, *(getattr(_T, name) for name in _ON_GRAPH))
 def on_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Acts on the block, on all ranks in the same way; hooks receive split gradients."""
     x = into_graph(args[0])
@@ -265,16 +261,10 @@ def data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 rule("value", _T.__deepcopy__, doc="A copy of the block; of leaves only, as in torch.")(pointwise)
 
 
-@rule(
-    "creation",
-    _T.new_empty,
-    _T.new_zeros,
-    _T.new_ones,
-    _T.new_full,
-    _T.new_tensor,
-    _T.new,
-    _T.new_empty_strided,
-)
+_NEW = "new new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
+
+
+@rule("creation", *(getattr(_T, name) for name in _NEW))
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A plain tensor of the requested size, the same on every rank; it is cut where it is used."""
     x, *others = args

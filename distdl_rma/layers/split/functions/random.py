@@ -67,7 +67,7 @@ def draw(
     return out
 
 
-def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: torch.Tensor) -> None:
+def _overwrite(drawn: torch.Tensor, layout: Decomposition, seed: int, probability: Any) -> None:
     # What torch has drawn with a probability for each element, again by the indices. In double precision,
     # since a number and its probability decide by a comparison.
     number = torch.empty(drawn.shape, dtype=torch.float64, device=drawn.device)
@@ -88,9 +88,8 @@ def _scaled(mask: torch.Tensor, p: float, alpha: bool) -> tuple[torch.Tensor, to
 
 @rule(
     "random",
-    *("dropout", "dropout_", "alpha_dropout", "alpha_dropout_"),
-    *("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"),
-    *("feature_alpha_dropout", "feature_alpha_dropout_"),
+    *"dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_".split(),
+    *"alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_".split(),
 )
 @of_cut(uncut=True)
 def dropout(call: Call, site: Site, x: SplitTensor, p: float, **given: Any) -> Any:
@@ -159,10 +158,9 @@ def drawn_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bounds += [kwargs.pop(key) for key in ("low", "high") if key in kwargs]
     source, needs = kwargs.pop("generator", None), kwargs.pop("requires_grad", False)
     y = torch.empty_like(x._local.detach(), **kwargs)
-    if func is torch.randint_like:
-        draw(y, "random_", x._layout, *(bounds if len(bounds) == 2 else (0, *bounds)), source=source)
-    else:
-        draw(y, "uniform_" if func is torch.rand_like else "normal_", x._layout, 0.0, 1.0, source=source)
+    name = {torch.rand_like: "uniform_", torch.randn_like: "normal_"}.get(func, "random_")
+    bounds = [0, *bounds][-2:] if name == "random_" else [0.0, 1.0]
+    draw(y, name, x._layout, *bounds, source=source)
     return SplitTensor(y.requires_grad_(needs), x._layout)
 
 
@@ -179,10 +177,8 @@ def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.normal:
             fill(y, "normal_", layout, seed, (0.0, 1.0))
             y.mul_(given["std"]).add_(blocks[0])
-        elif given["p"] is None:
-            _overwrite(y, layout, seed, blocks[0])
         else:
-            fill(y, "bernoulli_", layout, seed, (given["p"],))
+            _overwrite(y, layout, seed, blocks[0] if given["p"] is None else given["p"])
     return SplitTensor(y, layout)
 
 

@@ -203,14 +203,9 @@ def rolled(call: Call, site: Site, x: SplitTensor, shifts: Any, dims: Any) -> An
     shifts, dims = ((each,) if isinstance(each, int) else tuple(each or ()) for each in (shifts, dims))
     if not dims:
         return reshape(composed(call[0], reshape(x, (-1,)), shifts[0], 0), x._layout.shape)
-    cut, count = x._layout.cut_dims, len(x._layout.shape)
-    here = [(s, d) for s, d in zip(shifts, dims, strict=True) if positive(d, count) not in cut]
-    block = checked_block(x)
-    y = SplitTensor(torch.roll(block, *zip(*here, strict=True)) if here else block, x._layout)
     for number, (shift, dim) in enumerate(zip(shifts, dims, strict=True)):
-        if dim % count in cut:
-            y = _rolled_along(site, y, shift, dim % count, number)
-    return SplitTensor(y._local.clone(), y._layout) if y._local is x._local else y
+        x = _rolled_along(site, x, shift, positive(dim, x.dim()), number)
+    return x
 
 
 def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int) -> SplitTensor:
@@ -218,8 +213,8 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
     # joins the first block; then strips at the ends of blocks move on.
     extent = x._layout.shape[dim]
     shift = shift % extent if extent else 0
-    if not shift:
-        return x
+    if not shift or dim not in x._layout.cut_dims:
+        return SplitTensor(torch.roll(checked_block(x), shift, dim), x._layout)
     pieces = narrowed(x, dim, extent - shift, shift), narrowed(x, dim, 0, extent - shift)
     y = composed(torch.cat, pieces, dim)
     local = redistributed(site, checked_block(y), y._layout, x._layout, f"roll {number}")

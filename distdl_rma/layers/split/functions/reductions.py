@@ -38,9 +38,9 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.pointwise import pointwise
-from distdl_rma.layers.split.operands import as_blocks, common_layout, of_any_cut, of_cut, on_whole_tensors
+from distdl_rma.layers.split.operands import of_any_cut, of_cut, on_whole_tensors
 from distdl_rma.layers.split.redistribution import reduced
-from distdl_rma.layers.split.reduction_axes import Along, OnBlock, with_whole
+from distdl_rma.layers.split.reduction_axes import Along, OnBlock, computed, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.segments.machine import Machine
 
@@ -121,7 +121,7 @@ def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
     if not along.cut:
         return reduce(along.local)
     with torch.no_grad():
-        result = reduce(along.together(along.partial(reduce), "results of ranks"))
+        result = reduce(along.together(computed(reduce, along.local), "results of ranks"))
     y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
     return y
 
@@ -238,7 +238,7 @@ def vector_norm(
     return along.result(y.to(found), keepdim)
 
 
-@checked_rule("norm", torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm, "dist")
+@checked_rule("norm", torch.linalg.norm, torch.linalg.matrix_norm, "dist")
 @of_any_cut
 def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
     """Ranks combine norms of their blocks; other norms of matrices are of the whole tensor, on every rank."""
@@ -248,32 +248,13 @@ def norm(call: Call, site: Site, x: Any, **given: Any) -> Any:
         return on_whole_tensors(*call)
     if func.__name__ == "dist":
         return composed(vector_norm, composed(torch.sub, x, given["other"]), given["p"])
-    dim, keepdim, dtype = given["dim"], given["keepdim"], given["dtype"]
-    if func in (torch.norm, torch.Tensor.norm):
-        order = 2 if given["p"] in ("fro", None) else given["p"]
-        if isinstance(order, str):
-            return on_whole_tensors(*call)
-        return composed(vector_norm, x, order, dim, keepdim, dtype=dtype)
-    order = given["ord"]
+    order, dim, keepdim, dtype = (given[name] for name in ("ord", "dim", "keepdim", "dtype"))
     if dim is None and order is not None:
         dim = tuple(range(x.dim()))
     as_vector = order is None or not (isinstance(dim, (tuple, list)) and len(dim) == 2)
     if as_vector or order == "fro":
         return composed(vector_norm, x, 2 if order in (None, "fro") else order, dim, keepdim, dtype=dtype)
     return on_whole_tensors(*call)
-
-
-@checked_rule("reduction", "equal", "allclose")
-@of_any_cut
-def comparison(call: Call, site: Site, x: Any, other: Any, **given: Any) -> bool:
-    """Each rank compares its blocks; true on all ranks if it is true on each of them."""
-    func, *_ = call
-    if func.__name__ == "equal" and tuple(x.shape) != tuple(other.shape):
-        return False
-    result = common_layout(func, [x, other])
-    blocks = as_blocks(site, (x, other), result)
-    alike = torch.tensor([bool(func(*(block.detach() for block in blocks), **given))])
-    return bool(reduced(site, alike, result.partition.ranks, "min"))
 
 
 class _Softmax(OperatorFunction):
@@ -447,21 +428,14 @@ def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor
         indices = values.new_full(values.shape, _NOWHERE, dtype=torch.int64)
     if not along.cut:
         return values, indices
-    extreme, first = _first(along, values, indices, largest)
+    extreme = _of_ranks(along, values, largest)
+    first = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
+    first = reduced(along.site, first, along.ranks, "min", "first index")
     if values.requires_grad and torch.is_grad_enabled():
         # Only the rank that has the element gets the gradient.
         mine = indices == first
         extreme = _OfWhole.apply(values, extreme, lambda gradient, *_: gradient.where(mine, 0))
     return extreme, first
-
-
-def _first(
-    along: Along, values: torch.Tensor, indices: torch.Tensor, largest: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # The extreme over the ranks, and its first index.
-    extreme = _of_ranks(along, values, largest)
-    indices = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
-    return extreme, reduced(along.site, indices, along.ranks, "min", "first index")
 
 
 @checked_rule("reduction", "argmax", "argmin")

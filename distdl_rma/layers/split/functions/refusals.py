@@ -88,9 +88,7 @@ def without_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 # results are small, or programs call the function rarely and for small tensors.
 _OF_ALL: dict[str, list[Any]] = {
     "reduction": ["trapezoid", "trapz", "cumulative_trapezoid"],
-    "loss": [
-        *(F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss),
-    ],
+    "loss": [F.multi_margin_loss, F.multilabel_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss],
     "norm": ["renorm"],
     "random": [torch.poisson, torch.binomial],
     "movement": [

@@ -46,7 +46,7 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
         (q, k), scale = (composed(F.pad, x, (0, 1)) for x in (q, k)), 1.0
         operands[:2] = q, k
     if dropout_p:
-        return _with_dropout(q, k, v, mask, dropout_p, causal, scale)
+        return composed(_with_dropout, q, k, v, mask, dropout_p, causal, scale)
     batch = [list(range(2 - len(frozen(x)), 0)) for x in operands]
     ends = (("row", "in"), ("key", "in"), ("key", "out"), ("row", "key"))
     labels = [[*names, *own] for names, own in zip(batch, ends, strict=False)]
@@ -66,15 +66,12 @@ def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given:
 
 
 def _with_dropout(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: Any, scale: Any) -> Any:
-    # Composed of functions that have rules, among them dropout.
-    rows, keys = frozen(q)[-2], frozen(k)[-2]
-    weights = composed(torch.matmul, q, composed(torch.transpose, k, -2, -1))
-    weights = composed(torch.mul, weights, 1 / sqrt(frozen(q)[-1]) if scale is None else scale)
+    # Of functions that have rules, among them dropout.
+    weights = q @ k.transpose(-2, -1) * (1 / sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        mask = torch.ones(rows, keys, dtype=torch.bool).tril()
+        mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
-        weights = composed(torch.masked_fill, weights, composed(torch.logical_not, mask), float("-inf"))
+        weights = weights.masked_fill(~mask, float("-inf"))
     elif mask is not None:
-        weights = composed(torch.add, weights, mask)
-    weights = composed(F.dropout, composed(F.softmax, weights, -1), dropout)
-    return composed(torch.matmul, weights, v)
+        weights = weights + mask
+    return F.dropout(weights.softmax(-1), dropout) @ v

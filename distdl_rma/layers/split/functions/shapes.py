@@ -32,10 +32,9 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import raise_as_torch
-from distdl_rma.layers.split.operands import of_cut, on_whole_tensors, site_for
+from distdl_rma.layers.split.operands import composition, of_cut, on_whole_tensors, site_for
 from distdl_rma.layers.split.redistribution import redistributed
-from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.reduction_axes import laid_out, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed, refused
 from distdl_rma.layers.split.views import fills_memory, in_memory, seen_of, strides_of
 
@@ -247,20 +246,16 @@ def repeated(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
     return SplitTensor(y, laid_out(layout, [*(None,) * ahead, *range(len(mine))], y))
 
 
-@rule("movement", "repeat_interleave", errors="own")
-@of_cut(uncut=True)
-def repeated_elements(call: Call, site: Site, x: SplitTensor, repeats: Any, dim: int | None, **_: Any) -> Any:
+@rule("movement", "repeat_interleave")
+@composition
+def repeated_elements(x: Any, repeats: Any, dim: int | None, output_size: int | None) -> Any:
     """Each rank repeats its elements; for different numbers the dimension becomes whole."""
-    if isinstance(repeats, SplitTensor):
-        return on_whole_tensors(*call)
-    raise_as_torch(*call)
     if dim is None:
-        x, dim = reshape(x, (-1,)), 0
-    dim = positive(dim, len(x._layout.shape))
-    if isinstance(repeats, int):
-        splits = {dim: layout_choice.scaled(x._layout.splits[dim], repeats, 1)}
-        layout = derived(x, ("interleaved", repeats, dim), lambda: lay.with_splits(x._layout, splits))
-        return SplitTensor(torch.repeat_interleave(checked_block(x), repeats, dim), layout)
-    local, layout = with_whole(site, x, [dim])
-    y = torch.repeat_interleave(local, repeats, dim)
-    return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
+        x, dim = x.reshape(-1), 0
+    numbers = repeats.full_tensor() if isinstance(repeats, SplitTensor) else repeats
+    # Torch's errors, too.
+    at = torch.arange(x.shape[dim], device=x.device).repeat_interleave(numbers, output_size=output_size)
+    if not isinstance(repeats, int):
+        return x.index_select(dim, at)
+    ahead, behind = x.shape[: dim % x.dim() + 1], x.shape[dim % x.dim() + 1 :]
+    return x.unsqueeze(len(ahead)).expand(*ahead, repeats, *behind).flatten(len(ahead) - 1, len(ahead))

@@ -45,7 +45,7 @@ from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.layers.split.functions.shapes import uncut
+from distdl_rma.layers.split.functions.shapes import on_shape, uncut
 from distdl_rma.layers.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import (
@@ -200,8 +200,7 @@ def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
 
     def make() -> tuple[int, ...]:
         raise_as_torch(*call)
-        whole = torch.empty(x._layout.shape, dtype=x._local.dtype, device="meta")
-        return tuple(func(whole, **how).shape[_LEADING:])
+        return tuple(func(on_shape(x), **how).shape[_LEADING:])
 
     # Torch computes the size of the result.
     outputs = site.kept(("outputs", str(how), x._layout, x._local.dtype), make)

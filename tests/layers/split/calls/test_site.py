@@ -9,7 +9,7 @@ from distdl_rma.layers.split.calls.site import CALL_TRACES, THREAD, Place, Site,
 
 def called(function, kind="pointwise"):
     """As a dispatch would note it."""
-    THREAD.stack.append(("down.0", True, False, None, False))
+    THREAD.stack.append(("down.0", True, False))
     note(function, kind)
     pop_module()
 

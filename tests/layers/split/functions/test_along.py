@@ -11,6 +11,7 @@ from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
 SHAPE = 2, 3, 5, 4
+SQUARES = torch.arange(7.0, dtype=torch.float64) ** 2
 
 
 def filtered(x, w):
@@ -33,6 +34,16 @@ FORMS = {
     "none in order": (lambda x: x.sort(1)[0], [(4, 0, 3)]),
     "a transform of none": (lambda x: torch.fft.fft(x[:0], n=6, dim=0).real, [(3, 4)]),
     "fewer rows than ranks": (torch.fft.fft2, [(1, 1, 4, 4)]),
+    "slopes by a spacing of none": (
+        called(torch.gradient, spacing=None, dim=None, edge_order=1),
+        [(4, 7)],
+    ),
+    "slopes by coordinates": (lambda x: torch.gradient(x, spacing=(SQUARES[:4], SQUARES)), [(4, 7)]),
+    "slopes by split coordinates": (
+        lambda at, x: torch.gradient(x, spacing=[at], dim=1),
+        [SQUARES],
+        [(4, 7)],
+    ),
     "a spectral filter": (filtered, [(2, 3, 5, 6)], [partial(numbers, 3, 5, 4, dtype=torch.complex128)]),
 }
 test_forms = forms(FORMS)

@@ -1,20 +1,16 @@
-"""Distances and similarities of vectors, differences of neighbours."""
+"""Distances and similarities of vectors."""
 
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import UnsupportedError
 from distdl_rma.testing import block, grids
 from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
-SQUARES = torch.arange(7.0, dtype=torch.float64) ** 2
 # Forms beyond torch's samples.
 FORMS = {
-    "a spacing of none": (called(torch.gradient, spacing=None, dim=None, edge_order=1), [(4, 7)]),
-    "split coordinates": (lambda at, x: torch.gradient(x, spacing=[at], dim=1), [SQUARES], [(4, 7)]),
     "an integral of one": (torch.trapezoid, [(4, 1)]),
     "an integral along a cut": (lambda y, x: torch.trapz(y, x, dim=0), [(4, 5)], [(4,)]),
     "running integrals": (called(torch.cumulative_trapezoid, dx=0.5, dim=0), [(4, 5, 3)]),
@@ -48,14 +44,6 @@ def test_whether_an_element_is_there_is_known_to_all(P_world):
     for grid in grids(2, P_world.size):
         x = block(P_world.create_cartesian_topology_partition(grid), torch.arange(10).view(5, 2))
         assert [each in x for each in (0, 9, torch.tensor(4), x[3, 1], 10)] == [True] * 4 + [False]
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2)
-def test_coordinates_are_refused(P_world):
-    x = cut_along(P_world, 0, numbers(5, 3))
-    with pytest.raises(UnsupportedError, match="coordinates"):
-        torch.gradient(x, spacing=(torch.arange(5.0), torch.arange(3.0)))
 
 
 def test_an_integral_of_yes_and_no_is_refused_as_by_torch(P_world):
