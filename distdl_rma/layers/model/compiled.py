@@ -106,17 +106,11 @@ class Compiled:
     ) -> None:
         # The ``Distributed`` of the model, whose file imports this one.
         self._handle, self._model, self._fallback, self._step = handle, model, fallback, step
+        self.machine: Machine = handle.machine
         self._function: Callable[..., Any] = step or model._call_impl
         self.kinds: list[_Kind] = []
         self._numbers = count()
-        self._warned = False
         self._ranks: tuple[int, ...] = ()
-
-    @property
-    def machine(self) -> Machine:
-        """Of the model."""
-        found: Machine = self._handle.machine
-        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the step; blocking, collective."""
@@ -142,7 +136,10 @@ class Compiled:
             self._handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
             if kind is None and len(self.kinds) == _MOST:
                 calls.abandon()
-                self._warn_of_kinds()
+                warn_user(
+                    f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
+                    " attributes; calls of more kinds are not compiled, and run by the split model"
+                )
             else:
                 with self._apart(calls, trace):
                     if kind is None or kind.again:
@@ -158,14 +155,6 @@ class Compiled:
     def __repr__(self) -> str:
         kinds = [str(kind) for kind in self.kinds]
         return "\n".join([f"{len(kinds)} kinds of calls of {self._handle.name}", *kinds])
-
-    def _warn_of_kinds(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_user(
-                f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
-                " attributes; calls of more kinds are not compiled, and run by the split model"
-            )
 
     def _kind(self, found: Given | None) -> _Kind | None:
         # The latest ones are the likely ones.
@@ -217,19 +206,22 @@ class Compiled:
     def _recorded(
         self, found: Given | None, problem: str, kind: _Kind | None, calls: Calls, trace: CallTrace
     ) -> _Kind:
-        state, captured, again, began = State(nn.Module()), None, "", time.perf_counter()
+        captured, raised, began = None, "", time.perf_counter()
         strides = [] if kind is None or kind.strides is None else kind.strides
         # A recording must not read values; the run of the split model notes plain tensors.
         noted, trace.met = trace.met, None
         try:
             state = State(self._model, self._step)
+        except NotCapturedError as error:
+            state, problem = State(nn.Module()), str(error)
+        try:
             refuse(self.agreed(problem))
             if found is not None:
                 captured = record(
                     self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
                 )
         except OtherNumbersError as error:
-            cause, again = error.__cause__ or error, str(error)
+            cause, raised = error.__cause__ or error, str(error)
             calls.failed(cause, trace)
             if self.machine.segments.notices.any_failed:
                 raise cause from None
@@ -240,7 +232,7 @@ class Compiled:
             kind = _Kind(next(self._numbers), found and found.facts, state, None)
             # Arguments that have no description are refused in each call.
             self.kinds += [kind] if found is not None else []
-        kind.state, kind.captured, kind.again, kind.raised = state, captured, False, again
+        kind.state, kind.captured, kind.again, kind.raised = state, captured, False, raised
         kind.seconds += time.perf_counter() - began
         return kind
 
