@@ -1,28 +1,34 @@
-"""A compiled model beside the split model and the bare half of the work, on two ranks.
+"""Steps that are replayed, and the same steps of split tensors, against the bare half of the work.
 
-``mpiexec -n 2 python -m mpi4py -m benchmarks.compiled``
-
-Forward, loss and backward with the sums of gradients, by turns; medians of the slower rank. The bare half is
-the model alone on half of the image, on both ranks at once. ``replay`` has the model in the replay, ``step``
-also its loss.
+A step is forward, loss and backward with the sums of gradients. ``replay`` is ``model.compile()``, ``step``
+is ``capture`` with the loss in it. The bare half is the model alone on its half of the image, on both ranks
+at once. All of a case are measured in turn.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import capture, distribute, shard
+from benchmarks.measure import Row, in_turn, summary
+from distdl_rma import Machine, capture, distribute, shard
+
+
+class Case(NamedTuple):
+    """A model, channels in and out, extents, repetitions, and the ratio that a step shall reach."""
+
+    model: Callable[[], nn.Module]
+    channels: tuple[int, int]
+    extents: tuple[int, ...]
+    repetitions: int
+    target: float
 
 
 def block() -> nn.Module:
@@ -30,61 +36,83 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU())
 
 
-def unet() -> nn.Module:
+def blocks() -> nn.Module:
+    """Six of them."""
+    return nn.Sequential(*(block() for _ in range(6)))
+
+
+def of_monai(name: str, **given: Any) -> Callable[[], nn.Module]:
     """A public network."""
-    nets: Any = import_module("monai.networks.nets")
-    features = (16, 16, 32, 64, 128, 16)
-    made: nn.Module = nets.BasicUNet(2, in_channels=1, out_channels=2, features=features, upsample="deconv")
+
+    def made() -> nn.Module:
+        model: nn.Module = getattr(import_module("monai.networks.nets"), name)(**given)
+        return model
+
     return made
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], int, int, int, int, int]] = {
-    # The model, channels in and out, extent, samples, and steps in each.
-    "block 16 x 16": (block, 16, 16, 16, 200, 5),
-    "block 128 x 128": (block, 16, 16, 128, 100, 2),
-    "BasicUNet 256 x 256": (unet, 1, 2, 256, 24, 1),
+UNET = {"in_channels": 1, "out_channels": 2, "features": (16, 16, 32, 64, 128, 16)}
+IMAGE_UNET, VOLUME_UNET = of_monai("BasicUNet", spatial_dims=2, **UNET), of_monai("BasicUNet", **UNET)
+SEGRESNET = of_monai("SegResNet", spatial_dims=2, in_channels=1, out_channels=2)
+CASES = {
+    "conv, group norm, ReLU, 16x16": Case(block, (16, 16), (16, 16), 201, 1.8),
+    "conv, group norm, ReLU, 128x128": Case(block, (16, 16), (128, 128), 101, 1.2),
+    "conv, group norm, ReLU, 256x256": Case(block, (16, 16), (256, 256), 61, 0.85),
+    "six such blocks, 128x128": Case(blocks, (16, 16), (128, 128), 41, 1.15),
+    "BasicUNet, 256x256": Case(IMAGE_UNET, (1, 2), (256, 256), 21, 1.05),
+    "BasicUNet, 384x384": Case(IMAGE_UNET, (1, 2), (384, 384), 15, 1.05),
+    "SegResNet, 256x256": Case(SEGRESNET, (1, 2), (256, 256), 21, 1.12),
+    "SegResNet, 384x384": Case(SEGRESNET, (1, 2), (384, 384), 15, 1.12),
+    "BasicUNet, 48x48x48": Case(VOLUME_UNET, (1, 2), (48, 48, 48), 15, 0.26),
 }
 
 
-def measure(name: str) -> dict[str, float]:
-    """Microseconds of a step, by variant; collective."""
-    make, into, out, side, samples, steps = CASES[name]
-    torch.manual_seed(1)
-    alone = make()
-    made: list[Any] = [distribute(copy.deepcopy(alone), {"H": -1}) for _ in range(3)]
-    split, compiled, of_step = made
-    compiled.compile()
-    step = capture(lambda x, target: F.mse_loss(of_step(x), target))
-    whole = torch.rand(1, into, side, side), torch.rand(1, out, side, side)
-    blocks = tuple(shard({"H": -1}, x) for x in whole)
-    half = tuple(x[:, :, : side // 2].contiguous() for x in whole)
-    variants: dict[str, tuple[nn.Module, Callable[..., torch.Tensor], Any]] = {
-        "split": (split, lambda x, target: F.mse_loss(split(x), target), blocks),
-        "replay": (compiled, lambda x, target: F.mse_loss(compiled(x), target), blocks),
-        "step": (of_step, step, blocks),
-        "bare": (alone, lambda x, target: F.mse_loss(alone(x), target), half),
-    }
-    seconds: dict[str, list[float]] = {each: [] for each in variants}
-    for at in range(samples):
-        for each, (model, function, given) in variants.items():
-            MPI.COMM_WORLD.Barrier()
-            began = time.perf_counter()
-            for _ in range(steps):
-                model.zero_grad()
-                function(*given).backward()
-            if at > 1:
-                seconds[each].append(time.perf_counter() - began)
-    found = {each: 1e6 * statistics.median(all_of) / steps for each, all_of in seconds.items()}
-    for handle in made:
-        handle.distributed.close()
-    return {each: max(MPI.COMM_WORLD.allgather(time)) for each, time in found.items()}
-
-
-if __name__ == "__main__":
+def rows(machine: Machine) -> Iterator[Row]:
+    """All rows of this file."""
     torch.set_num_threads(1)
-    for case in CASES:
-        times = measure(case)
-        text = ", ".join(f"{each} {us:,.0f} us ({us / times['bare']:.2f})" for each, us in times.items())
-        if MPI.COMM_WORLD.rank == 0:
-            sys.stdout.write(f"{case}: {text}\n")
-            sys.stdout.flush()
+    for what, case in CASES.items():
+        # Public networks are not needed to run the others.
+        if case.model in (block, blocks) or find_spec("monai"):
+            yield from rows_of(what, case, machine)
+
+
+def rows_of(what: str, case: Case, machine: Machine) -> Iterator[Row]:
+    """A step of split tensors, a replayed model and a replayed step, against the bare half."""
+    torch.manual_seed(1)
+    alone = case.model()
+    wholes = [torch.rand(1, channels, *case.extents) for channels in case.channels]
+    half = [x.chunk(machine.size, 2)[machine.rank].contiguous() for x in wholes]
+    models: list[Any] = [
+        distribute(copy.deepcopy(alone), f"{machine.size}" + "x1" * (len(case.extents) - 1)) for _ in range(3)
+    ]
+    parts: list[torch.Tensor] = [shard(models[0].distributed.partition(x.dim()), x) for x in wholes]
+    split, compiled, of_step = models
+    compiled.compile()
+    replayed = capture(lambda x, target: F.mse_loss(of_step(x), target))
+    samples = in_turn(
+        {
+            "bare": step_of(alone, lambda x, target: F.mse_loss(alone(x), target), half),
+            "split tensors": step_of(split, lambda x, target: F.mse_loss(split(x), target), parts),
+            "replay": step_of(compiled, lambda x, target: F.mse_loss(compiled(x), target), parts),
+            "replay with its loss": step_of(of_step, replayed, parts),
+        },
+        case.repetitions,
+    )
+    found = {name: summary([1e6 * seconds for seconds in taken]) for name, taken in samples.items()}
+    for name in list(found)[1:]:
+        target = case.target if name == "replay with its loss" else None
+        yield Row(f"{what}: step, {name}", "bare half", *found[name], *found["bare"], target)
+    for model in models:
+        model.distributed.close()
+
+
+def step_of(
+    model: nn.Module, loss: Callable[..., torch.Tensor], given: list[torch.Tensor]
+) -> Callable[[], object]:
+    """A step without an optimizer."""
+
+    def step() -> None:
+        model.zero_grad()
+        loss(*given).backward()
+
+    return step
