@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import CheckpointError, DistdlError
+from distdl_rma.errors import CheckpointError
+from distdl_rma.jobs.checkpoints.files import named
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.load import load_checkpoint
 from distdl_rma.jobs.checkpoints.objects import Objects
@@ -71,12 +72,9 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
             tensors[name] = x.to(mine[name].dtype)
     forms = {"model": {"kind": "module", "state": {name: {"tensor": name} for name in tensors}}}
     objects = Objects({"model": into}, "model", lambda _: {})
-    try:
+    with named(f"{path}"):
         objects.wanted(forms, {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in tensors.items()})
         objects.load(forms, tensors)
-    except DistdlError as error:
-        error.args = (str(error).replace("checkpoint:", f"{path}:", 1),)
-        raise
 
 
 def _unpickled(path: str | os.PathLike[str]) -> Any:
