@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,11 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
         load_checkpoint(path, into)
         return
     check_found(os.fspath(path))
-    load = needed("safetensors.torch").load_file if suffix == _SAFETENSORS else _unpickled
+    unpickle = partial(torch.load, map_location="cpu", weights_only=True)
+    load = needed("safetensors.torch").load_file if suffix == _SAFETENSORS else unpickle
     try:
-        found: dict[str, Any] = dict(load(path))
+        with torch.serialization.safe_globals(_NUMBERS):
+            found: dict[str, Any] = dict(load(path))
     except Exception as error:
         # Of torch's many lines the one that names what it does not unpickle, without advice to do so.
         lines = str(error).splitlines() or [""]
@@ -75,11 +78,6 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
     with named(f"{path}"):
         objects.wanted(forms, {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in tensors.items()})
         objects.load(forms, tensors)
-
-
-def _unpickled(path: str | os.PathLike[str]) -> Any:
-    with torch.serialization.safe_globals(_NUMBERS):
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _is_state(found: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,13 +103,7 @@ class Bundle:
                     if make is None:
                         _refuse(each, f"{option}= is not computed; take --raw or --post")
                     steps.append(make(value))
-        return partial(_in_turn, steps)
-
-
-def _in_turn(steps: list[Step], y: torch.Tensor) -> torch.Tensor:
-    for step in steps:
-        y = step(y)
-    return y
+        return lambda result: reduce(lambda y, step: step(y), steps, result)
 
 
 def _refuse(transform: Any, why: str) -> NoReturn:
