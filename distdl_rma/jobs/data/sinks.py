@@ -23,8 +23,8 @@ import asyncio
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from math import prod
 from numbers import Integral
@@ -224,7 +224,8 @@ class ArraySink:
             if self._first and Path(self.path).exists():
                 raise DataError(f"{self.path}: is there already; remove it, or choose another name")
             check_found(str(self.part.absolute().parent))
-        with self._removed_on_error():
+        with ExitStack() as on_error:
+            on_error.callback(self._remove)
             with self._together():
                 if self._first:
                     self._remove()
@@ -235,6 +236,7 @@ class ArraySink:
                             os.posix_fallocate(file.fileno(), 0, self.part.stat().st_size)
             with self._together():
                 self.reopen()
+            on_error.pop_all()
         return self
 
     def _fitting(self) -> Dimensions:
@@ -274,26 +276,20 @@ class ArraySink:
             self._remove()
             return
         self._opened = None
-        with self._removed_on_error():
+        with ExitStack() as on_error:
+            on_error.callback(self._remove)
             with self._together():
                 self.flush()
             with self._together():
                 if self._first:
                     rename_synced(self.part, Path(self.path))
+            on_error.pop_all()
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
         title = f"create_array {self.path}"
         if self._machine is None:
             return told(DataError, title)
         return together(self._machine, self._ranks, title)
-
-    @contextmanager
-    def _removed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._remove()
-            raise
 
     def _remove(self) -> None:
         # An error of it would hide the one that it is called for.
