@@ -208,11 +208,23 @@ __all__ = [name for name in sorted(globals()) if name[0].isupper()]
 
 
 @contextlib.contextmanager
-def told(kind: type[DistdlError], what: str) -> abc.Iterator[dict[str, typing.Any]]:
-    """Context in which an error of others becomes one of ``kind``, behind ``what``; gives an empty dict."""
+def told(
+    kind: type[DistdlError], what: str, advice: str = "", of: type[Exception] = Exception
+) -> abc.Iterator[dict[str, typing.Any]]:
+    """Context in which an error of others becomes one of ``kind``: ``what``, its words, then ``advice``.
+
+    Errors of the library, and others than those ``of`` one class, stay as they are. Gives an empty dict.
+    """
     try:
         yield {}
     except DistdlError:
         raise
-    except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+    except of as error:
+        raise kind(f"{what}: {_words(error)}{advice and f'; {advice}'}") from error
+
+
+def _words(error: BaseException) -> str:
+    # Of an error that a library of servers has translated, the words of the server.
+    while isinstance(error.__cause__, Exception) and isinstance(error, (FileNotFoundError, TimeoutError)):
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"

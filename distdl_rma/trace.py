@@ -251,6 +251,14 @@ def _rows(event: Event, numbers: Iterator[int]) -> list[dict[str, Any]]:
     return [what | {"ph": "X", "ts": begin, "dur": end - begin, "args": {"backward": event.backward}}]
 
 
+def size_text(nbytes: float) -> str:
+    """A number of bytes in words."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{int(nbytes)} bytes"
+
+
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of text of rows of cells, in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

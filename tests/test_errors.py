@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from distdl_rma import errors
+from distdl_rma.errors import DataError, ShapeError, told
 
 STANDARD = {
     errors.PartitionError: ValueError,
@@ -36,3 +37,16 @@ def test_errors_come_back_from_a_pickle(kind):
     error = pickle.loads(pickle.dumps(kind("rank 2 failed", *more)))
     assert type(error) is kind and str(error) == "rank 2 failed"
     assert not more or (error.rank, error.cause) == more
+
+
+def test_an_error_of_others_is_told_in_its_words_before_the_advice_and_those_of_the_library_as_they_are():
+    with (
+        pytest.raises(DataError, match=r"^x\.npy: OSError: \[Errno 28\] full; free space$"),
+        told(DataError, "x.npy", "free space", OSError),
+    ):
+        raise OSError(28, "full")
+    for error, of in ((ShapeError("as it is"), Exception), (ValueError("as it is"), OSError)):
+        with pytest.raises(type(error), match=r"^as it is$"), told(DataError, "x.npy", of=of):
+            raise error
+    with pytest.raises(DataError, match="x: OSError: refused"), told(DataError, "x"):
+        raise FileNotFoundError("x") from OSError("refused")

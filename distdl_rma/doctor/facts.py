@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from distdl_rma import __version__
 from distdl_rma.geometry.partition import by_key
@@ -56,36 +57,12 @@ class Launcher:
 
 
 @dataclass(frozen=True)
-class Cards:
-    """GPUs that a rank sees, and which of them ``cuda:LOCAL_RANK`` is.
-
-    ``visible`` is ``CUDA_VISIBLE_DEVICES``, their names on the node.
-    """
-
-    count: int = 0
-    local_rank: int = 0
-    visible: str = ""
-
-    @classmethod
-    def seen(cls, environment: Mapping[str, str], count: int) -> Cards:
-        """Those of ``count`` that CUDA shows, by the environment variables."""
-        local, visible = environment.get("LOCAL_RANK", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
-        return cls(count, int(local) if local.isdecimal() else 0, visible)
-
-    @property
-    def own(self) -> str:
-        """Name on the node of ``cuda:LOCAL_RANK``; empty if the rank sees no card of this number."""
-        if self.local_rank >= self.count:
-            return ""
-        return self.visible.split(",")[self.local_rank] if self.visible else str(self.local_rank)
-
-
-@dataclass(frozen=True)
 class RankFacts:
     """What a rank sees of its process and of its node.
 
     ``cores`` are those that it may use, ``threads`` those of torch, 0 without torch; sizes are in bytes, None
     where there is no shared memory or no limit. ``ends_job`` says whether ``python -m mpi4py`` runs it.
+    ``cards`` are those of :func:`cards_seen`.
     """
 
     rank: int
@@ -100,7 +77,7 @@ class RankFacts:
     shm_total: int | None
     memory_limit: int | None
     ends_job: bool
-    cards: Cards = Cards()
+    cards: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -170,8 +147,20 @@ def rank_facts(launcher: Launcher) -> RankFacts:
         shm_total=None if shared is None else shared.total,
         memory_limit=memory_limit(),
         ends_job=any(word.removeprefix("-m") in ("mpi4py", "mpi4py.run") for word in sys.orig_argv),
-        cards=Cards.seen(os.environ, 0 if torch is None else torch.cuda.device_count()),
+        cards=cards_seen(os.environ, 0 if torch is None else torch.cuda.device_count()),
     )
+
+
+def cards_seen(environment: Mapping[str, str], count: int) -> dict[str, Any]:
+    """GPUs that a rank sees, of which CUDA shows ``count``, and which of them ``cuda:LOCAL_RANK`` is.
+
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``, their names on the node; ``own`` is the name of the rank's one,
+    empty if it sees no card of this number.
+    """
+    local, visible = environment.get("LOCAL_RANK", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
+    at = int(local) if local.isdecimal() else 0
+    names = visible.split(",") if visible else [*map(str, range(count))]
+    return {"count": count, "local_rank": at, "visible": visible, "own": names[at] if at < count else ""}
 
 
 def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | None:
@@ -198,14 +187,6 @@ def memory_limit(groups: Path = _CGROUPS, members: str | None = None) -> int | N
 def least(numbers: Iterable[int | None]) -> int | None:
     """Smallest of the numbers that are known; None if none is."""
     return min((number for number in numbers if number is not None), default=None)
-
-
-def sized(nbytes: float) -> str:
-    """Bytes to three digits, with a unit."""
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def counted(number: int, noun: str) -> str:

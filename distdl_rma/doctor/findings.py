@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, least, sized
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, SHARED_MEMORY, SLURM, Job, counted, least
 from distdl_rma.geometry.partition import by_key, spans
+from distdl_rma.trace import size_text
 
 _SMALL_SHARED_MEMORY = 64 << 20
 _DOCTOR = "distdl_rma doctor"
@@ -26,8 +27,8 @@ _REMEDIES = {
     f" {_INSTALL}",
     "make a machine": "docs/clusters.md has the options and environment variables of a machine",
     "send the facts": "look at what the launcher prints, and whether these processes still run",
-    "put between nodes": "try a program of MPI alone on these nodes, and other networks of its MPI (UCX_TLS,"
-    " UCX_NET_DEVICES, FI_PROVIDER, OMPI_MCA_btl)",
+    "convolve between nodes": "try a program of MPI alone on these nodes, and other networks of its MPI"
+    " (UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER, OMPI_MCA_btl)",
 }
 
 
@@ -116,7 +117,7 @@ def of_memory(job: Job) -> Iterator[Finding]:
         limit = least(facts.memory_limit for facts in ranks)
         wanted = job.segment_bytes * len(ranks)
         if total is not None and (total <= _SMALL_SHARED_MEMORY or total < wanted):
-            short = f"{sized(total)} for {counted(len(ranks), 'rank')} are too little for most models"
+            short = f"{size_text(total)} for {counted(len(ranks), 'rank')} are too little for most models"
             yield Finding(
                 "warning" if job.segment_bytes else "error",
                 f"{SHARED_MEMORY} of {host}: {short}",
@@ -124,7 +125,7 @@ def of_memory(job: Job) -> Iterator[Finding]:
             )
         if limit is not None and limit < wanted:
             yield _warning(
-                f"segments of {host} may grow to {sized(wanted)}; its limit of memory is {sized(limit)}",
+                f"segments of {host} may grow to {size_text(wanted)}; its limit is {size_text(limit)}",
                 f"{_SEGMENT}, or ask the batch system for more memory",
             )
 
@@ -166,8 +167,8 @@ def of_cards(job: Job) -> Iterator[Finding]:
         "set LOCAL_RANK for each rank to its number on the node, and have each see all cards of the node, or"
         " show each rank one card and leave LOCAL_RANK out (docs/devices.md)"
     )
-    for host, ranks in job.hosts.items() if any(facts.cards.count for facts in job.ranks) else ():
-        for card, alike in by_key(ranks, attrgetter("cards.own")).items():
+    for host, ranks in job.hosts.items() if any(facts.cards["count"] for facts in job.ranks) else ():
+        for card, alike in by_key(ranks, lambda facts: facts.cards["own"]).items():
             those = f"{_named([facts.rank for facts in alike])} of {host}"
             if not card:
                 yield _warning(f"no card for {those}: there is no cuda:LOCAL_RANK", remedy)

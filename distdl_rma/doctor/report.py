@@ -10,15 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from distdl_rma.doctor.facts import Job, RankFacts, counted, least, sized
+from distdl_rma.doctor.facts import Job, RankFacts, counted, least
 from distdl_rma.doctor.findings import Finding
 from distdl_rma.geometry.partition import by_key, spans
-from distdl_rma.trace import in_columns
+from distdl_rma.trace import in_columns, size_text
 
-_UNKNOWN = "-"
-_SIZES = "shm_free_bytes", "shm_total_bytes", "memory_limit_bytes"
-# A matrix of more ranks is not read.
-_MATRIX_RANKS = 16
+# Letters of transports.
+_WAYS = {"s": "shared memory of the node", "r": "puts of MPI between nodes"}
 
 
 def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def as_json(job: Job, found: Sequence[Finding]) -> dict[str, Any]:
         "nodes": job.nodes,
         "segment_bytes": job.segment_bytes,
         "hosts": [*_rows(job)],
-        "cards": [{"rank": facts.rank, **asdict(facts.cards), "own": facts.cards.own} for facts in job.ranks],
+        "cards": [{"rank": facts.rank, **facts.cards} for facts in job.ranks],
         "transports": [job.transports.get(facts.rank, "?" * facts.size) for facts in job.ranks],
         "convolution": [asdict(each) for each in job.compared],
         "findings": [asdict(finding) for finding in found],
@@ -48,12 +46,18 @@ def as_text(job: Job, found: Sequence[Finding]) -> str:
     """The report that a person reads."""
     facts = as_json(job, found)
     head = f"{counted(facts['size'], 'rank')} on {counted(len(facts['nodes']) or len(job.hosts), 'node')}"
+    segments, pairs = f"segments of {size_text(job.segment_bytes)}", "".join(facts["transports"])
+    some_cards = any(card["count"] for card in facts["cards"])
     parts = {
-        "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}"],
+        "distdl_rma doctor": [f"{head}; launcher: {facts['launcher'] or 'unknown'}; {segments}"],
         "versions": in_columns([*facts["versions"].items(), ("thread level", facts["thread_level"])]),
-        "nodes": _hosts(facts),
-        "cards": _cards(facts["cards"]),
-        "transports": [*_transports(facts["transports"])],
+        "nodes": _table(facts["hosts"]),
+        "cards": _table(facts["cards"]) if some_cards else [],
+        "transports": [
+            f"{way}: {counted(pairs.count(letter) // 2, 'pair')}"
+            for letter, way in _WAYS.items()
+            if letter in pairs and "?" not in pairs
+        ],
         "split convolution against torch's on the whole input": in_columns(
             [
                 (x.name, "equal to rounding" if x.equal else f"differs by {x.error:.1e} of {x.scale:.1e}")
@@ -83,35 +87,15 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
         }
 
 
-def _hosts(facts: dict[str, Any]) -> list[str]:
-    rows = [("host", "ranks", "cores", "threads per rank", "/dev/shm free", "of", "segments", "memory limit")]
-    segment = facts["segment_bytes"]
-    for row in facts["hosts"]:
-        free, total, limit = (_UNKNOWN if row[size] is None else sized(row[size]) for size in _SIZES)
-        segments = f"{len(row['ranks'])} x {sized(segment)}" if segment else _UNKNOWN
-        counts = str(row["cores"]), str(row["threads_per_rank"])
-        rows.append((row["host"], spans(row["ranks"]), *counts, free, total, segments, limit))
-    return in_columns(rows)
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    # The keys, then the values of each row.
+    heads = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0]] if rows else []
+    return in_columns([heads, *([_cell(*each) for each in row.items()] for row in rows)])
 
 
-def _cards(cards: Sequence[dict[str, Any]]) -> list[str]:
-    # A row for each rank; nothing for a job without cards.
-    heads = ("rank", "sees", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "card")
-    rows = [[str(value) or _UNKNOWN for value in card.values()] for card in cards]
-    return in_columns([heads, *rows]) if any(card["count"] for card in cards) else []
-
-
-def _transports(letters: Sequence[str]) -> Iterator[str]:
-    # How each rank reaches each other one: as a matrix, or as counts if nobody would read the matrix.
-    if len(letters) < 2 or set("".join(letters)) == {"?"}:
-        return
-    if len(letters) > _MATRIX_RANKS:
-        every = "".join(letters)
-        yield f"shared memory of the node: {counted(every.count('s') // 2, 'pair')}"
-        yield f"puts of MPI between nodes: {counted(every.count('r') // 2, 'pair')}"
-        return
-    numbers = [*map(str, range(len(letters)))]
-    yield from in_columns(
-        [("", *numbers), *((number, *row) for number, row in zip(numbers, letters, strict=True))]
-    )
-    yield "s: shared memory of the node, r: puts of MPI between nodes"
+def _cell(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if name.endswith("_bytes"):
+        return size_text(value)
+    return spans(value) if isinstance(value, list) else str(value)

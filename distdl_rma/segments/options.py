@@ -91,14 +91,6 @@ def parse_size(text: object, what: str = "a segment size") -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def size_text(nbytes: float) -> str:
-    """A number of bytes in words."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{int(nbytes)} bytes"
-
-
 def check_timeout(seconds: float | str | None, default: float = 0.0, what: str = "a timeout") -> float:
     """Return a timeout in seconds, the default if None; ``ConfigurationError`` if it is invalid.
 

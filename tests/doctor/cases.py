@@ -1,6 +1,6 @@
 """Facts of made-up ranks."""
 
-from distdl_rma.doctor.facts import HYDRA, Cards, Job, Launcher, RankFacts
+from distdl_rma.doctor.facts import HYDRA, Job, Launcher, RankFacts, cards_seen
 
 GIB = 1 << 30
 VERSIONS = {"distdl_rma": "0.1.0", "Python": "3.11.7", "torch": "2.9.0", "MPI": "MPICH Version: 5.0.2"}
@@ -19,6 +19,7 @@ def rank(number=0, size=2, **changes):
         "shm_total": 32 * GIB,
         "memory_limit": 64 * GIB,
         "ends_job": True,
+        "cards": cards_seen({}, 0),
     }
     return RankFacts(number, size, **(given | changes))
 
@@ -26,7 +27,7 @@ def rank(number=0, size=2, **changes):
 def with_cards(*cards):
     """A job whose ranks see cards: environment variables and the number of each."""
     made = job(len(cards))
-    made.ranks = [rank(number, len(cards), cards=Cards.seen(*each)) for number, each in enumerate(cards)]
+    made.ranks = [rank(number, len(cards), cards=cards_seen(*each)) for number, each in enumerate(cards)]
     return made
 
 

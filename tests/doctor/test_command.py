@@ -26,12 +26,12 @@ LATE = """
 import sys, time
 from distdl_rma.doctor import command, measurements
 from mpi4py import MPI
-carried_out = measurements.put
-def put(*arguments):
+carried_out = measurements.convolution
+def convolution(*arguments):
     if MPI.COMM_WORLD.rank == {rank}:
         time.sleep(100)
     carried_out(*arguments)
-measurements.put, command._GRACE_SECONDS = put, 1
+measurements.convolution, command._GRACE_SECONDS = convolution, 5
 sys.exit(command.doctor(None, 2.0))
 """
 
@@ -154,7 +154,7 @@ def test_a_small_container_is_an_error_with_the_remedy():
 
 @pytest.mark.parametrize(
     ("rank", "text"),
-    [(0, "rank 0 could not put on a node: TimeoutError"), (1, "rank 1 could not send the results")],
+    [(0, "rank 0 could not convolve on a node: TimeoutError"), (1, "rank 1 could not send the results")],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
     done = completed(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, PMI, SLURM, Launcher, memory_limit, sized
-from distdl_rma.geometry.partition import spans
+from distdl_rma.doctor.facts import HYDRA, OPEN_MPI, PMI, SLURM, Launcher, memory_limit
 
 SLURM_STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
 
@@ -37,8 +36,3 @@ def test_the_limit_of_memory_is_the_least_of_the_control_groups(tmp_path, member
     whole = memory_limit(tmp_path, members)
     (tmp_path / file).write_text("1048576\n")
     assert memory_limit(tmp_path, members) == 1 << 20 < whole
-
-
-def test_ranks_and_sizes_are_short():
-    assert spans([7, 0, 1, 3, 2]) == "0-3, 7"
-    assert [sized(n) for n in (12, 4 << 20, 3 << 29, 1023 << 30)] == ["12 B", "4 MiB", "1.5 GiB", "1023 GiB"]

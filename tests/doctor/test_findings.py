@@ -58,13 +58,13 @@ FOUND = {
         "torch differs: 2.9.0 on ranks 0, 2, 2.8.0 on rank 1", "the same environment"),
     "little shared memory": (
         but(job(shm_total=64 << 20), segment_bytes=8 << 20), "warning",
-        "/dev/shm of node1: 64 MiB for 2 ranks are too little for most models", "--shm-size"),
+        "/dev/shm of node1: 64.0 MiB for 2 ranks are too little for most models", "--shm-size"),
     "too little for a machine": (
         but(job(shm_total=64 << 20), segment_bytes=0), "error",
-        "/dev/shm of node1: 64 MiB for 2 ranks are too little for most models", "DISTDL_RMA_SEGMENT_SIZE"),
+        "/dev/shm of node1: 64.0 MiB for 2 ranks are too little for most models", "DISTDL_RMA_SEGMENT_SIZE"),
     "limit of memory": (
         job(memory_limit=6 * GIB), "warning",
-        "segments of node1 may grow to 8 GiB; its limit of memory is 6 GiB", "DISTDL_RMA_SEGMENT_SIZE"),
+        "segments of node1 may grow to 8.0 GiB; its limit is 6.0 GiB", "DISTDL_RMA_SEGMENT_SIZE"),
     "ranks on a core": (
         job(cores=(0,), threads=1), "warning", "2 ranks of node1 share 1 core", "bind ranks to other cores"),
     "threads": (

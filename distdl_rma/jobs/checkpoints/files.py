@@ -24,7 +24,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 
-from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError
+from distdl_rma.errors import CheckpointError, DistdlError, UnsupportedError, told
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.items import MODULUS, Item, Kind, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Share
 from distdl_rma.layers.dtypes import flat_bytes
-from distdl_rma.layers.sources.raw import read_at, rename_synced, runs, sync, write_at
+from distdl_rma.layers.sources.raw import handle, read_at, rename_synced, runs, sync, write_at
 from distdl_rma.layers.staging import down
 
 DATA, MANIFEST, VERSION = "data.safetensors", "manifest.json", 1
@@ -90,21 +90,13 @@ def complete(folder: Path, step: int | None = None) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-@contextmanager
-def explained(what: str, path: Path, advice: str) -> Iterator[None]:
+def explained(what: str, path: Path, advice: str) -> AbstractContextManager[object]:
     """Context that turns an ``OSError`` into a ``CheckpointError`` with the file and what to do.
 
     The advice is of the caller: a full disk where bytes are written, a folder that other hosts do not see
     where they are read.
     """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint: {what} {path} failed: {error.strerror or error}; {advice}"
-        ) from error
+    return told(CheckpointError, f"checkpoint: {what} {path} failed", advice, OSError)
 
 
 _TO_WRITE = "check space, quota and permission; complete checkpoints are as before"
@@ -192,14 +184,10 @@ def write(path: Path, pieces: Iterable[Piece]) -> Counter[str]:
     file = temporary(path) / DATA
     advice = f"is it on a disk that all hosts share? {_TO_WRITE}"
     with explained("writing", file, advice):
-        # Not open for reading, as in ``RawArray``: other hosts write parts of the same pages.
-        data = os.open(file, os.O_WRONLY)
-        try:
+        with handle(file, os.O_WRONLY) as data:
             sums = _moved(pieces, lambda offset, memory: write_at(data, memory, offset))
             os.fsync(data)
-        finally:
-            os.close(data)
-    return sums
+        return sums
 
 
 def read(file: Path, pieces: Iterable[Piece]) -> Counter[str]:
@@ -258,10 +246,8 @@ def publish(path: Path, body: dict[str, Any], at: int | None) -> None:
     """
     made, text = temporary(path), json.dumps(body)
     with explained("completing", made, _TO_WRITE):
-        with (made / MANIFEST).open("w") as file:
-            file.write(json.dumps({"sha256": digest(text.encode()), "body": body}))
-            file.flush()
-            os.fsync(file.fileno())
+        (made / MANIFEST).write_text(json.dumps({"sha256": digest(text.encode()), "body": body}))
+        sync(made / MANIFEST)
         sync(made)
         beyond = min(_step_of(path), _step_of(path) if at is None else at)
         later = [each for each in complete(path.parent) if _step_of(each) > beyond and _is_own(each)]
@@ -311,6 +297,19 @@ def drop(path: Path) -> None:
         _delete(temporary(path))
 
 
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Context in which errors of a checkpoint have its name.
+
+    Rooms below know objects and values, not files. Their messages begin with ``checkpoint:``.
+    """
+    try:
+        yield
+    except DistdlError as error:
+        error.args = (str(error).replace("checkpoint:", f"{name}:", 1),)
+        raise
+
+
 @dataclass(frozen=True)
 class Saved:
     """A complete checkpoint, as its manifest describes it; of newer or damaged ones ``CheckpointError``.
@@ -341,18 +340,6 @@ class Saved:
         for name, *_, total in self.body["items"]:
             if found.get(name, int(total, 16)) != int(total, 16):
                 raise self.damaged(f"the checksum of {name!r} does not fit", self.data)
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Context in which errors of a checkpoint name its directory.
-
-        Rooms below know objects and values, not files. Their messages begin with ``checkpoint:``.
-        """
-        try:
-            yield
-        except DistdlError as error:
-            error.args = (str(error).replace("checkpoint:", f"checkpoint {self.path}:", 1),)
-            raise
 
     def damaged(self, what: str, file: Path) -> CheckpointError:
         """Error that says what is wrong with a file, and which checkpoint came before."""

@@ -72,7 +72,7 @@ def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
     """
     found = [(name, NAMED_DTYPES[kind], shape) for name, (kind, shape) in kinds.items()]
     found.sort(key=lambda one: (-one[1].itemsize, one[0]))
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(step)}}
     begin = 0
     for name, dtype, shape in found:
         end = begin + prod(shape) * dtype.itemsize
@@ -82,11 +82,7 @@ def planned(kinds: Mapping[str, Kind], step: int) -> tuple[bytes, list[Item]]:
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // ALIGNED) * ALIGNED)
     head = len(text).to_bytes(8, "little") + text
-    items, at = [], len(head)
-    for name, dtype, shape in found:
-        items.append(Item(name, dtype, shape, at))
-        at += items[-1].nbytes
-    return head, items
+    return head, [Item(*one, len(head) + header[one[0]]["data_offsets"][0]) for one in found]
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from distdl_rma.errors import (
-    CheckpointError,
-    ClosedError,
-    ConfigurationError,
-    DistdlError,
-    MismatchError,
-)
+from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError, told
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
@@ -80,11 +74,6 @@ class _Job(NamedTuple):
 _Share = tuple[Holding, torch.Tensor]
 
 
-def _memory(nbytes: int) -> torch.Tensor:
-    # numpy asks the system for huge pages, whose first use takes a quarter of the time.
-    return torch.from_numpy(np.empty(nbytes, np.uint8))
-
-
 def _joined(states: list[dict[str, Any]]) -> dict[str, list[Any]]:
     # For each generator one state if it is alike on all ranks, else that of every rank. One state can be
     # restored on any number of ranks, several on as many ranks only.
@@ -98,17 +87,6 @@ def _digest(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
     except torch.OutOfMemoryError as error:
         explain_memory(error, f"the comparison of {name!r}", [tensors[name]])
         raise
-
-
-def _differing(every: dict[int, dict[str, str]]) -> list[tuple[str, int, int]]:
-    # What differs between ranks that have it, and two of these.
-    first = {key: rank for rank in reversed(every) for key in every[rank]}
-    return [
-        (key, first[key], rank)
-        for rank, words in every.items()
-        for key, word in words.items()
-        if word != every[first[key]][key]
-    ]
 
 
 class Checkpoints:
@@ -174,7 +152,7 @@ class Checkpoints:
         self._call = "Checkpoints"
         self._machine = Machine.on() if machine is None else Machine.of(machine)
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
-        with self._together(ConfigurationError) as facts:
+        with self._together(differs=ConfigurationError) as facts:
             self.folder, self._signals = Path(folder).absolute(), _signals(stop_on)
             for name, number in (("keep", keep), ("every", every)):
                 if number is not None and (type(number) is not int or number < 1):
@@ -362,14 +340,12 @@ class Checkpoints:
                 if len(each.ranks) > 1
             }
         digests = {key: files.digest(json.dumps(pairs).encode()) for key, pairs in prints.items()}
-        if _differing(gather_words(self._machine.segments, digests, self._call)):
-            named = {f"{name} on {key}": word for key, pairs in prints.items() for name, word in pairs}
-            what, first, other = _differing(gather_words(self._machine.segments, named, self._call))[0]
-            raise MismatchError(
-                f"{self._call}: {what.partition(' on ')[0]!r} differs between ranks {first} and {other},"
-                " which hold the same part of it; a checkpoint has one copy: make them equal, such as by a"
-                " broadcast"
-            )
+        every, first = gather_words(self._machine.segments, digests, self._call).values(), dict[str, str]()
+        if any(first.setdefault(key, word) != word for words in every for key, word in words.items()):
+            advice = "a checkpoint has one copy of it: make them equal, such as by a broadcast"
+            with self._together(advice=advice) as facts:
+                for key, pairs in prints.items():
+                    facts |= {f"{name!r}, which ranks {key} hold": word for name, word in pairs}
         return found
 
     def _begin(self, path: Path, head: bytes, body: dict[str, Any]) -> None:
@@ -470,7 +446,7 @@ class Checkpoints:
         if saved is None:
             return 0
         body = saved.body
-        with self._together() as facts, saved.named():
+        with self._together() as facts, files.named(f"checkpoint {saved.path}"):
             held = objects.Objects(state, body["main"], scattered)
             facts["names of the state"] = sorted(state)
             place, size = self._machine.ranks.index(self._machine.rank), self._machine.size
@@ -482,7 +458,7 @@ class Checkpoints:
         tensors |= {name: x for name, x in own.items() if x is not None}
         shares, in_place = self._read(saved, items, held, own, tensors)
         self._pass_on(shares, tensors)
-        with saved.named():
+        with files.named(f"checkpoint {saved.path}"):
             held.load(body["forms"], tensors, self._together, lambda: self._pass_on(in_place, tensors))
         objects.set_generators(own_generators, drawn)
         self._at = int(body["step"])
@@ -534,7 +510,8 @@ class Checkpoints:
                 if len(holding.ranks) == 1 and not placed:
                     pieces.append(files.cut_out(tensors, mine))
                     continue
-                some.append((holding, _memory(holding.share_nbytes)))
+                # numpy asks the system for huge pages, whose first use takes a quarter of the time.
+                some.append((holding, torch.from_numpy(np.empty(holding.share_nbytes, np.uint8))))
                 pieces.append(files.laid_out(some[-1][1], mine))
         found, advice = Counter[str](), "is the folder on a disk that all hosts share?"
         with self._together(), files.explained("reading", saved.data, advice):
@@ -566,16 +543,12 @@ class Checkpoints:
             finally:
                 passes.close()
 
-    def _together(self, differs: type[DistdlError] = MismatchError) -> AbstractContextManager[dict[str, Any]]:
+    def _together(self, **words: Any) -> AbstractContextManager[dict[str, Any]]:
         # Local work, whose error on one rank raises on all ranks.
-        ranks = self._machine.ranks
-        return together(self._machine, ranks, self._call, failed=CheckpointError, differs=differs)
+        return together(self._machine, self._machine.ranks, self._call, failed=CheckpointError, **words)
 
 
 def _signals(given: Any) -> tuple[signal.Signals, ...]:
-    try:
+    what = f"Checkpoints: stop_on is a signal or several, such as [signal.SIGUSR1], got {given!r}"
+    with told(ConfigurationError, what):
         return tuple(map(signal.Signals, [given] if isinstance(given, int) else given))
-    except (TypeError, ValueError):
-        raise ConfigurationError(
-            f"Checkpoints: stop_on is a signal or several, such as [signal.SIGUSR1], got {given!r}"
-        ) from None

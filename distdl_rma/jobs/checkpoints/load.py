@@ -74,7 +74,7 @@ def load_checkpoint(
         # Otherwise no layer of a model can be distributed, and MPI is not needed.
         from distdl_rma.layers.state import scattered as cuts
     state = {name or body["main"] or "model": into} if isinstance(into, nn.Module) else into
-    with saved.named():
+    with files.named(f"checkpoint {saved.path}"):
         objects = Objects(state, body["main"], cuts)
         items = saved.items(objects.wanted(body["forms"], saved.kinds()))
         tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
@@ -84,6 +84,6 @@ def load_checkpoint(
         sums = files.read(saved.data, pieces)
     # The checksum of a tensor is that of all its bytes: a part that this rank alone has read proves nothing.
     saved.check_sums({p.item.name: sums[p.item.name] for p in parts if p.nbytes == p.item.nbytes})
-    with saved.named():
+    with files.named(f"checkpoint {saved.path}"):
         objects.load(body["forms"], tensors)
     return int(body["step"])

@@ -17,6 +17,7 @@ alike, whoever has saved: where a byte lies in the file depends on no rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import numpy as np
 
@@ -29,21 +30,13 @@ Share = tuple[Part, int, int]
 class Holding:
     """Parts that the same ranks hold, one behind the other: their bytes are dealt over these ranks.
 
-    Parts are added with larger elements first, as files have them. So each begins at a multiple of its
+    Parts come with larger elements first, as files have them. So each begins at a multiple of its
     elements' size, and since shares are multiples of the largest such size, none cuts an element.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.parts: list[Part] = []
-        self._starts: list[int] = []
-        self.nbytes = 0
-
-    def add(self, part: Part) -> None:
-        """Append a part."""
-        self.parts.append(part)
-        self._starts.append(self.nbytes)
-        self.nbytes += part.nbytes
+    def __init__(self, ranks: tuple[int, ...], parts: list[Part]) -> None:
+        self.ranks, self.parts = ranks, parts
+        *self._starts, self.nbytes = accumulate((part.nbytes for part in parts), initial=0)
 
     @property
     def share_nbytes(self) -> int:
@@ -68,8 +61,8 @@ class Holding:
 
 def holdings(held: Iterable[tuple[Part, tuple[int, ...]]]) -> list[Holding]:
     """Parts by the ranks that hold them, in an order that is alike on all ranks; without empty ones."""
-    found: dict[tuple[int, ...], Holding] = {}
+    found: dict[tuple[int, ...], list[Part]] = {}
     for part, ranks in held:
         if not part.box.empty:
-            found.setdefault(ranks, Holding(ranks)).add(part)
-    return [found[ranks] for ranks in sorted(found)]
+            found.setdefault(ranks, []).append(part)
+    return [Holding(ranks, found[ranks]) for ranks in sorted(found)]

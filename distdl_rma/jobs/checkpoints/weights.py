@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import CheckpointError, DistdlError
+from distdl_rma.errors import CheckpointError
+from distdl_rma.jobs.checkpoints.files import named
 from distdl_rma.jobs.checkpoints.form import dtype_name
 from distdl_rma.jobs.checkpoints.load import load_checkpoint
 from distdl_rma.jobs.checkpoints.objects import Objects
@@ -49,9 +51,11 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
         load_checkpoint(path, into)
         return
     check_found(os.fspath(path))
-    load = needed("safetensors.torch").load_file if suffix == _SAFETENSORS else _unpickled
+    unpickle = partial(torch.load, map_location="cpu", weights_only=True)
+    load = needed("safetensors.torch").load_file if suffix == _SAFETENSORS else unpickle
     try:
-        found: dict[str, Any] = dict(load(path))
+        with torch.serialization.safe_globals(_NUMBERS):
+            found: dict[str, Any] = dict(load(path))
     except Exception as error:
         # Of torch's many lines the one that names what it does not unpickle, without advice to do so.
         lines = str(error).splitlines() or [""]
@@ -71,17 +75,9 @@ def load_weights(path: str | os.PathLike[str], into: nn.Module) -> None:
             tensors[name] = x.to(mine[name].dtype)
     forms = {"model": {"kind": "module", "state": {name: {"tensor": name} for name in tensors}}}
     objects = Objects({"model": into}, "model", lambda _: {})
-    try:
+    with named(f"{path}"):
         objects.wanted(forms, {name: (dtype_name(x.dtype), tuple(x.shape)) for name, x in tensors.items()})
         objects.load(forms, tensors)
-    except DistdlError as error:
-        error.args = (str(error).replace("checkpoint:", f"{path}:", 1),)
-        raise
-
-
-def _unpickled(path: str | os.PathLike[str]) -> Any:
-    with torch.serialization.safe_globals(_NUMBERS):
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _is_state(found: Any) -> bool:

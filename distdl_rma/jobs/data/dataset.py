@@ -186,11 +186,6 @@ class ShardDataset:
         """Number of dimensions of a batch of images."""
         return self._spatial + 2
 
-    @property
-    def fixed(self) -> bool:
-        """Whether the images of all items have the same shape, by the crop."""
-        return self._boxes.fixed
-
     def facts(self, partition: Partition) -> dict[str, Any]:
         """What ranks compare, by name: of the arguments and of the first sample; JSON's types.
 

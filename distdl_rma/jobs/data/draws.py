@@ -7,7 +7,7 @@ place on all of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,12 @@ class Crops:
         # For each spatial dimension an extent, at a random place, or a slice.
         self._crop = (slice(0, None),) * dims if crop is None else tuple(map(_part, crop))
 
-    @property
-    def fixed(self) -> bool:
-        """Whether all boxes have the same extents, whatever those of the samples are."""
-        return all(isinstance(part, int) or part.stop for part in self._crop)
-
     def draw(self, extents: Sequence[int], *key: int) -> Box:
         """The box of a sample with these spatial extents that belongs to a key of non-negative integers.
 
         ``ShapeError`` if the crop does not fit the sample.
         """
-        words, bounds = _words(key), []
+        words, bounds = map(int, _words(len(self._crop), key)), []
         for letter, n, part in zip(self._letters, extents, self._crop, strict=True):
             start = 0 if isinstance(part, int) else part.start
             stop = part if isinstance(part, int) else n if part.stop is None else part.stop
@@ -76,12 +71,10 @@ def _part(part: Any) -> int | slice:
     )
 
 
-def _words(key: Sequence[int]) -> Iterator[int]:
+def _words(count: int, key: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     # Random integers of 64 bits. Numpy promises the stream of a bit generator for all its versions, but none
     # of its distributions.
-    source = np.random.Philox(np.random.SeedSequence(key))
-    while True:
-        yield int(source.random_raw())
+    return np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -90,5 +83,4 @@ def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     By sorting random words, as numpy does not promise that its own shuffle stays what it is: a job that goes
     on after an update would see some samples twice.
     """
-    words = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(words, kind="stable")
+    return np.argsort(_words(count, key), kind="stable")

@@ -140,7 +140,13 @@ class ShardLoader:
         # built the partition of each group, and may have built them differently on two ranks.
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
-            self._check_arguments()
+            given = {"batch": self._batch, "replicas": self._replicas, "prefetch": self._prefetch}
+            for name, number in given.items():
+                least = int(name != "prefetch")
+                if type(number) is not int or number < least:
+                    raise ConfigurationError(
+                        f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
+                    )
             with told(ConfigurationError, f"ShardLoader: no device {self._given_device} on this rank"):
                 # With its number: in the thread another one is current.
                 self.device = torch.empty(0, device=self._given_device).device
@@ -169,14 +175,6 @@ class ShardLoader:
     def _together(self, differs: type[DistdlError], advice: str) -> AbstractContextManager[dict[str, Any]]:
         machine = self.machine
         return together(machine, machine.ranks, "ShardLoader", differs=differs, advice=advice)
-
-    def _check_arguments(self) -> None:
-        numbers = ("batch", self._batch, 1), ("replicas", self._replicas, 1), ("prefetch", self._prefetch, 0)
-        for name, number, least in numbers:
-            if type(number) is not int or number < least:
-                raise ConfigurationError(
-                    f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
-                )
 
     def _own_partition(self) -> Partition:
         grid, machine = self.dataset.grid, self.machine
@@ -246,8 +244,7 @@ class ShardLoader:
             blocks, ascent = next(read)
             facts["epoch and end of the step, in samples"] = [epoch, end]
             # Batches of other replicas may have other shapes.
-            alike = self._replicas == 1 or self.dataset.fixed
-            which = "a batch" if alike else f"a batch of replica {self.replica}"
+            which = f"a batch of replica {self.replica}"
             shapes = [(x.layout or x.local).shape for x in blocks]
             kinds = [str(x.local.dtype) for x in blocks]
             facts[f"dtypes and shapes of {which}"] = [kinds, shapes]

@@ -23,8 +23,8 @@ import asyncio
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from math import prod
 from numbers import Integral
@@ -51,14 +51,13 @@ from distdl_rma.layers.sources.dimensions import Dimensions, as_attributes, as_i
 from distdl_rma.layers.sources.hdf5 import hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.opening import hdf5, npy
 from distdl_rma.layers.sources.raw import RawArray, rename_synced, sync
-from distdl_rma.layers.sources.reading import in_domain, label, library_of, placed
+from distdl_rma.layers.sources.reading import Slices, in_domain, label, library_of, placed
 from distdl_rma.layers.sources.remote import check_found, is_url, needed
 from distdl_rma.layers.split.layout import normal
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 
-Slices = tuple[slice, ...]
 # Bytes of a chunk that this library chooses, at most: readers of other boxes fetch chunks as a whole.
 _CHUNK_NBYTES = 16 << 20
 # Bytes of an HDF5 file beside the elements, at most.
@@ -139,48 +138,7 @@ def create_array(
         )
     owners: dict[str, Any] = {"machine": like.machine, "ranks": like.partition.ranks}
     given: dict[str, Any] = {"axes": axes, "spacing": spacing, "units": units, "origin": origin}
-    return new_array(path, shape, kind, blocks, chunks=chunks, **owners, **given)
-
-
-def new_array(
-    path: str | os.PathLike[str],
-    shape: Sequence[int],
-    dtype: Any,
-    blocks: Sequence[int],
-    *,
-    chunks: Sequence[int] | None = None,
-    machine: Machine | None = None,
-    ranks: Sequence[int] = (),
-    **given: Any,
-) -> ArraySink:
-    """As :func:`create_array`, for an array that ``ranks`` of a machine make, or one process; local.
-
-    Chunks divide ``blocks``. What is ``given`` is what :func:`create_array` takes of the dimensions: axes,
-    spacing, units and origin.
-    """
-    place, _, name = os.fspath(path).partition("::")
-    if is_url(place):
-        raise ArgumentError(
-            f"create_array: {path}: a result is written to a disk; copy it to the server then"
-        )
-    suffix, extents = _suffix(place), tuple(map(int, shape))
-    if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
-        raise ArgumentError(
-            f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
-            " other files pass what their library opens to write_shards, or a Sink"
-        )
-    kind = numpy_dtype(dtype)
-    if chunks is not None:
-        fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
-        if not suffix.endswith(".zarr") or not fits or min(chunks, default=1) < 1:
-            raise ArgumentError(
-                f"create_array: {path}: chunks= are of Zarr, one extent above 0 for each dimension of"
-                f" {extents}, got {chunks}; .npy and HDF5 are written contiguously"
-            )
-        chunks = tuple(map(int, chunks))
-    elif suffix.endswith(".zarr"):
-        chunks = _block_chunks(blocks, extents, kind.itemsize)
-    return ArraySink(place, name or "data", extents, kind, chunks, machine, ranks, given)
+    return ArraySink(path, shape, kind, blocks, chunks=chunks, **owners, **given)
 
 
 def _suffix(path: str) -> str:
@@ -190,12 +148,15 @@ def _suffix(path: str) -> str:
 class ArraySink:
     """An array in a file that :func:`create_array` makes; ``sink[box] = array`` writes a box, locally.
 
+    It is made by the ``ranks`` of a machine, or by one process. Chunks that are not given divide ``blocks``;
+    ``given`` are axes, spacing, units and origin, as of :func:`create_array`.
+
     Between entering and leaving, each rank may write any box at any time; that no two of them write one chunk
     is for the caller to see to. Only the first rank creates, renames and, but for an error, removes. A rank
     whose context ends by an error removes the file without waiting for the others, which may be anywhere.
 
     ``shape``, ``dtype`` and ``chunks`` are those of the array, ``path`` is where it will be, and ``part``
-    where it is until then. Without a machine one process has it.
+    where it is until then.
 
     Examples
     --------
@@ -208,18 +169,42 @@ class ArraySink:
 
     def __init__(
         self,
-        path: str,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        chunks: tuple[int, ...] | None,
+        path: str | os.PathLike[str],
+        shape: Sequence[int],
+        dtype: Any,
+        blocks: Sequence[int],
+        *,
+        chunks: Sequence[int] | None = None,
         machine: Machine | None = None,
         ranks: Sequence[int] = (),
-        given: Mapping[str, Any] | None = None,
+        **given: Any,
     ) -> None:
-        self.path, self.name, self.shape, self.dtype, self.chunks = path, name, shape, dtype, chunks
-        self.part, self._kind = Path(f"{path}.part"), _KINDS[_suffix(path)]
-        self._given, self.dimensions = given or {}, Dimensions()
+        place, _, name = os.fspath(path).partition("::")
+        if is_url(place):
+            raise ArgumentError(
+                f"create_array: {path}: a result is written to a disk; copy it to the server then"
+            )
+        suffix, extents = _suffix(place), tuple(map(int, shape))
+        if suffix not in _KINDS or (name and suffix not in (".h5", ".hdf5")):
+            raise ArgumentError(
+                f"create_array: {path}: writes {', '.join(_KINDS)}, with a name behind '::' for HDF5; for"
+                " other files pass what their library opens to write_shards, or a Sink"
+            )
+        self.path: str = place
+        self.name: str = name or "data"
+        self.shape, self.dtype = extents, numpy_dtype(dtype)
+        if chunks is not None:
+            fits = len(chunks) == len(extents) and all(isinstance(n, Integral) for n in chunks)
+            if not suffix.endswith(".zarr") or not fits or min(chunks, default=1) < 1:
+                raise ArgumentError(
+                    f"create_array: {path}: chunks= are of Zarr, one extent above 0 for each dimension of"
+                    f" {extents}, got {chunks}; .npy and HDF5 are written contiguously"
+                )
+        elif suffix.endswith(".zarr"):
+            chunks = _block_chunks(blocks, extents, self.dtype.itemsize)
+        self.chunks = None if chunks is None else tuple(map(int, chunks))
+        self.part, self._kind = Path(f"{place}.part"), _KINDS[suffix]
+        self._given, self.dimensions = given, Dimensions()
         self._machine, self._ranks = machine, ranks
         self._first = machine is None or machine.rank == ranks[0]
         self._opened: Any = None
@@ -239,7 +224,8 @@ class ArraySink:
             if self._first and Path(self.path).exists():
                 raise DataError(f"{self.path}: is there already; remove it, or choose another name")
             check_found(str(self.part.absolute().parent))
-        with self._removed_on_error():
+        with ExitStack() as on_error:
+            on_error.callback(self._remove)
             with self._together():
                 if self._first:
                     self._remove()
@@ -250,6 +236,7 @@ class ArraySink:
                             os.posix_fallocate(file.fileno(), 0, self.part.stat().st_size)
             with self._together():
                 self.reopen()
+            on_error.pop_all()
         return self
 
     def _fitting(self) -> Dimensions:
@@ -289,26 +276,20 @@ class ArraySink:
             self._remove()
             return
         self._opened = None
-        with self._removed_on_error():
+        with ExitStack() as on_error:
+            on_error.callback(self._remove)
             with self._together():
                 self.flush()
             with self._together():
                 if self._first:
                     rename_synced(self.part, Path(self.path))
+            on_error.pop_all()
 
     def _together(self) -> AbstractContextManager[dict[str, Any]]:
         title = f"create_array {self.path}"
         if self._machine is None:
             return told(DataError, title)
         return together(self._machine, self._ranks, title)
-
-    @contextmanager
-    def _removed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._remove()
-            raise
 
     def _remove(self) -> None:
         # An error of it would hide the one that it is called for.
@@ -498,12 +479,10 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
         if dtype not in NUMPY:
             raise UnsupportedError(f"numpy has no elements of {dtype}; write them as float32: y.float()")
         return NUMPY[dtype]
-    try:
+    with told(ArgumentError, f"a dtype is of numpy or torch, got {dtype!r}"):
         # Tensorstore has types of its own.
         found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
-    except TypeError as error:
-        raise ArgumentError(f"a dtype is of numpy or torch, got {dtype!r}") from error
-    return found
+        return found
 
 
 class _Kind(NamedTuple):
@@ -536,16 +515,13 @@ def _create_hdf5(part: Path, sink: ArraySink) -> None:
     h5py = needed("h5py", "hdf5")
     _check_space(part, _HDF5_NBYTES + prod(sink.shape) * sink.dtype.itemsize)
     with hdf5_lock(), hdf5_file(h5py, part, "x") as file:
-        home, _, name = sink.name.rpartition("/")
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         # What is allocated has an offset, and ranks write to it without the library.
         plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        kind, space = h5py.h5t.py_create(sink.dtype, logical=True), h5py.h5s.create_simple(sink.shape)
-        h5py.h5d.create(file.require_group(home or "/").id, name.encode(), kind, space, plan)
-        dataset, axes = file[sink.name], sink.dimensions.axes or ()
+        dataset = file.create_dataset(sink.name, sink.shape, sink.dtype, dcpl=plan)
         dataset.attrs.update(as_attributes(sink.dimensions))
-        for d, text in enumerate(axes):
+        for d, text in enumerate(sink.dimensions.axes or ()):
             dataset.dims[d].label = text
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,12 +25,11 @@ from torch import nn
 
 from distdl_rma.errors import DataError, UnsupportedError
 from distdl_rma.jobs.checkpoints.weights import load_weights
-from distdl_rma.jobs.out_of_core.prepared import Prepared, normalised, scaled, space_of, totals
+from distdl_rma.jobs.out_of_core.estimate import Post
+from distdl_rma.jobs.out_of_core.prepared import Prepared, Step, normalised, scaled, space_of, totals
 from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.layers.sources.remote import needed
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-Post = Callable[[Any], Any] | None
 _READ = {"LoadImaged", "EnsureChannelFirstd", "AddChanneld", "EnsureTyped", "ToTensord"}
 _ELEMENTWISE = {"ScaleIntensityRanged", "ThresholdIntensityd", "CastToTyped"}
 _OF_SPACE = {"Spacingd", "Orientationd"}
@@ -104,13 +103,7 @@ class Bundle:
                     if make is None:
                         _refuse(each, f"{option}= is not computed; take --raw or --post")
                     steps.append(make(value))
-        return partial(_in_turn, steps)
-
-
-def _in_turn(steps: list[Step], y: torch.Tensor) -> torch.Tensor:
-    for step in steps:
-        y = step(y)
-    return y
+        return lambda result: reduce(lambda y, step: step(y), steps, result)
 
 
 def _refuse(transform: Any, why: str) -> NoReturn:

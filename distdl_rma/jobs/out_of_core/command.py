@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from distdl_rma.errors import ArgumentError, DistdlError
+from distdl_rma.errors import ArgumentError, DistdlError, told
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,12 +94,7 @@ def run(chosen: argparse.Namespace) -> int:
         if of_others is not None:
             with _code_of_user(chosen.bundle or chosen.nnunet):
                 source = of_others.measured(processes)
-        options: dict[str, Any] = {
-            "memory": chosen.memory,
-            "scratch": chosen.scratch,
-            "grid": chosen.grid,
-            "post": post,
-        }
+        options = {name: getattr(chosen, name) for name in ("memory", "scratch", "grid")} | {"post": post}
         if chosen.out is not None:
             predict(model, source, chosen.out, progress=not chosen.quiet, chunks=chosen.chunks, **options)
         elif processes.first:
@@ -157,14 +152,12 @@ def _move(model: nn.Module, text: str, place: int) -> None:
     # To a device. Without its number, ranks of a host have one each, as far as there are so many.
     import torch
 
-    try:
+    with told(ArgumentError, f"predict: --device {text}"):
         device = torch.device(text)
         if ":" not in text and text != "cpu":
             count = torch.get_device_module(device).device_count()
             device = torch.device(device.type, place % max(1, count))
         model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"predict: --device {text}: {str(error).splitlines()[0]}") from error
 
 
 def _named(text: str) -> Any:

@@ -35,8 +35,8 @@ from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.mailbox import Mailbox
-from distdl_rma.segments.options import size_text
 from distdl_rma.segments.waiting.uncaught_errors import place_of
+from distdl_rma.trace import size_text
 
 Post = Callable[[Any], Any] | None
 # Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides
@@ -64,8 +64,9 @@ class Needs:
     """Of a forward of a whole tensor in memory: shape and dtype of the result, and the bytes of a peak.
 
     ``extents`` are the numbers of elements that results of modules have in each dimension, ``calls`` those of
-    functions that are called. The peak counts results of functions that are alive at once, and what kernels
-    need for themselves, as far as we know (``live_memory.py``).
+    functions that are called, ``weights`` the bytes that kernels need for the weights of a layer. The peak
+    counts results of functions that are alive at once, and what kernels need for themselves beside that, as
+    far as we know (``live_memory.py``).
     """
 
     shape: tuple[int, ...]
@@ -73,6 +74,7 @@ class Needs:
     nbytes: int
     extents: tuple[frozenset[int], ...]
     calls: int
+    weights: int
 
     def unit(self, dim: int, extent: int) -> int:
         """Rows of the input, of so many, to which one of the coarsest results belongs: blocks end there."""
@@ -101,9 +103,8 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), live:
             x = torch.empty(tuple(shape), dtype=dtype, device=device_of(model))
             y = _result_of(twin, post, x)
-            return Needs(
-                tuple(map(int, y.shape)), y.dtype, live.peak, tuple(map(frozenset, extents)), live.calls
-            )
+            shape, found = tuple(map(int, y.shape)), tuple(map(frozenset, extents))
+            return Needs(shape, y.dtype, live.peak, found, live.calls, live.weight_nbytes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
             f"predict: {error}{_at(error)}: what the model does, or the shape of its result, depends on"
@@ -148,8 +149,6 @@ class Dependence:
         Bytes that each rank needs for tensors that are not cut.
     parts
         Ranks that have a part of a tensor that is cut otherwise, at most.
-    weights
-        Bytes that kernels need for the weights of a layer.
     messages
         Bytes of messages that wait at once.
     held, copies, moved
@@ -164,7 +163,6 @@ class Dependence:
     lag: int
     whole: int
     parts: float
-    weights: int
     messages: int
     held: int
     copies: int
@@ -207,7 +205,11 @@ def _of_long_enough(
             n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)
         )
         alone = needs_of(model, post, crop, dtype).nbytes
-        _check_fits(crop, _CROP_SHARE * alone, memory)
+        if (nbytes := _CROP_SHARE * alone) > memory:
+            raise ConfigurationError(
+                f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
+                f" which needs {size_text(nbytes)}; give as much"
+            )
         run = _Run(model, post, crop, dtype, dim, _RANKS)
         if run.settled or crop[dim] == shape[dim]:
             break
@@ -230,7 +232,7 @@ def _of_long_enough(
     row = max(1.0, (first + last - 2 * whole) / crop[dim])
     return Dependence(
         tuple(run.waits), crop, alone, row, run.lag, whole, parts,
-        run.pages.weight_nbytes, run.mailbox.peak_nbytes, _RANKS * (held - copies), copies, moved,
+        run.mailbox.peak_nbytes, _RANKS * (held - copies), copies, moved,
     )  # fmt: skip
 
 
@@ -327,14 +329,6 @@ def _random(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     x = torch.rand(tuple(shape), generator=generator, dtype=torch.float64)
     x = torch.complex(x, 1 - x) if dtype.is_complex else x
     return (x if dtype.is_floating_point or dtype.is_complex else x.round()).to(dtype)
-
-
-def _check_fits(crop: Sequence[int], nbytes: float, memory: int) -> None:
-    if nbytes > memory:
-        raise ConfigurationError(
-            f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
-            f" which needs {size_text(nbytes)}; give as much"
-        )
 
 
 def _no_scratch() -> Any:

@@ -16,8 +16,8 @@ and the slabs follow each other: only the messages for later ranks stay of one t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from math import prod
 from typing import Any, cast
@@ -26,12 +26,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError
+from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError, told
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Split
 from distdl_rma.jobs.out_of_core.allocator import freed_at_once
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.layers.model.entering import ModuleHook
+from distdl_rma.layers.sources.reading import Slices
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls import site
 from distdl_rma.layers.split.tensor import SplitTensor
@@ -41,7 +42,6 @@ from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.virtual_ranks.comm import VirtualComm
 from distdl_rma.segments.virtual_ranks.rehearse import played
 
-Slices = tuple[slice, ...]
 # Attributes of a module that hold its parameters, buffers and parts.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 # Of the waits of a virtual rank: the others may compute for days.
@@ -64,7 +64,9 @@ def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def check_model(model: object) -> None:
     """Raise ``ConfigurationError`` if a model cannot run on virtual ranks."""
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"predict: takes a torch.nn.Module, got {type(model).__name__!r}")
+        raise ConfigurationError(
+            f"predict: takes a torch.nn.Module, no function, got {type(model).__name__!r}"
+        )
     for path, part in model.named_modules():
         if "distributed" in vars(part):
             raise ConfigurationError(
@@ -85,16 +87,11 @@ def device_of(model: nn.Module) -> torch.device:
     return next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
-@contextmanager
-def fits_device(device: torch.device, shape: Sequence[int]) -> Iterator[None]:
+def fits_device(device: torch.device, shape: Sequence[int]) -> AbstractContextManager[object]:
     """Context in which a full device is a ``ConfigurationError``, for a slab of this shape."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigurationError(
-            f"predict: {device} has no memory left for a slab of {tuple(shape)}: {error}; free some there, or"
-            " choose smaller slabs by less memory= or more blocks in grid="
-        ) from error
+    what = f"predict: {device} has no memory left for a slab of {tuple(shape)}"
+    advice = "free some there, or choose smaller slabs by less memory= or more blocks in grid="
+    return told(ConfigurationError, what, advice, torch.OutOfMemoryError)
 
 
 def twin_of(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distdl_rma.errors import DataError, ShapeError, UnsupportedError
+from distdl_rma.errors import DataError, ShapeError, UnsupportedError, told
 from distdl_rma.jobs.checkpoints.weights import load_weights
 from distdl_rma.jobs.out_of_core.nonzero import box_of_nonzero, with_mask
 from distdl_rma.jobs.out_of_core.prepared import Prepared, Step, Totals, normalised, space_of, totals
@@ -171,13 +171,9 @@ class _Turned(nn.Module):
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with told(DataError, f"predict: {path.parent} is no folder that nnU-Net has trained: {path.name}"):
         found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"predict: {path.parent} is no folder that nnU-Net has trained: {path.name}: {error}"
-        ) from error
-    return found
+        return found
 
 
 def _weights(home: Path, folds: str | None) -> list[Path]:

@@ -25,9 +25,9 @@ import torch
 from distdl_rma.errors import DataError
 from distdl_rma.jobs.out_of_core.prepared import Prepared, longest, of_boxes
 from distdl_rma.jobs.out_of_core.processes import Processes
+from distdl_rma.layers.sources.reading import Slices
 from distdl_rma.layers.sources.remote import needed
 
-Slices = tuple[slice, ...]
 # It is not 0, and changes no sum of floats but of numbers that are as small.
 _LEAST = torch.finfo(torch.float32).tiny
 

@@ -199,13 +199,6 @@ class Pages:
         #: For each rank, the most that it had while it ran and has ended, and while it waited.
         self.peaks: dict[int, int] = {}
         self.held: dict[int, int] = {}
-        #: What kernels needed for the weights of a layer.
-        self.weight_nbytes = 0
-
-    @property
-    def written_nbytes(self) -> int:
-        """Bytes written to disk so far."""
-        return 0 if self._scratch is None else self._scratch.written_nbytes
 
     @contextmanager
     def watching(self, mailbox: Mailbox) -> Iterator[None]:
@@ -239,7 +232,6 @@ class Pages:
             del self._made[rank]
             if alive is not None:
                 self.peaks[rank] = alive.peak
-                self.weight_nbytes = max(self.weight_nbytes, alive.weight_nbytes)
 
     def wait_begun(self, rank: int) -> None:
         """Note the memory of a rank that waits, and write some to disk if there is too much."""

@@ -29,7 +29,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import gcd, lcm, prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,7 +50,7 @@ from distdl_rma.jobs.out_of_core.estimate import (
 from distdl_rma.layers.sources.chunks import chunks_of, fetched_of
 from distdl_rma.layers.sources.reading import read_box
 from distdl_rma.layers.split.entry import blocks_of
-from distdl_rma.segments.options import size_text
+from distdl_rma.trace import size_text
 
 _LEADING = 2
 # Slabs at most: each is a thread, and each function is called once for each of them.
@@ -68,7 +68,7 @@ _LEAST_KEPT, _MOST_KEPT = 1 << 19, 1 << 22
 _MOST_IDLE_NBYTES = 1 << 28
 # By how much slabs may be longer if they end where chunks of the source end.
 _LONGER = 1.25
-# Chunks of a result for each slab, where slabs do not end with chunks.
+# Chunks of a result for each slab.
 _PARTS = 4
 # A sliding window, as its users set it.
 _ROI, _OVERLAP = 96, 0.25
@@ -182,8 +182,7 @@ class Plan:
     tile: tuple[int, ...]
     tile_voxels: float
     tile_reads: float
-    #: Extents of the chunks of a new result, at most: slabs end where chunks end, or each chunk is a small
-    #: part of a slab.
+    #: Extents of the chunks of a new result, at most: each is a small part of a slab.
     chunks: tuple[int, ...]
     #: Of the dimension of the source that is cut, multiples of rows at which fetches end.
     fetched_rows: int
@@ -311,7 +310,7 @@ def planned(
     splits: list[Split] = list(map(Balanced, sample, chosen))
     splits[dim] = costs.rows(chosen[dim])
     idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
-    chunks = ((1,) if form.has_batch else ()) + _chunks(whole.shape[1:], splits, dim, costs.found.lag)
+    chunks = ((1,) if form.has_batch else ()) + _chunks(whole.shape[1:], splits)
     tiles = [_tiles(n) for n in sample[_LEADING:]]
     rows = [list(map(each.interval, range(each.parts))) for each in splits[_LEADING:]]
     unit = costs.chunk if keeps and prod(chosen) == chosen[dim] and costs.cuts_chunks(chosen) else 1
@@ -448,7 +447,7 @@ class _Costs(NamedTuple):
         """Of the slab that runs, and of messages for the next one."""
         (sample, dim, whole, found, *_), count = self, prod(blocks)
         kept = _OF_CALL_NBYTES * whole.calls * (count if found.waits else 1)
-        others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + found.weights
+        others = _OF_FILES_NBYTES + (_OF_SLAB_NBYTES + _OF_PAIR_NBYTES * count) * count + kept + whole.weights
         if count == 1:
             return whole.nbytes + others
         rows = self._rows(blocks)
@@ -477,18 +476,12 @@ def _tiles(extent: int) -> list[tuple[int, int]]:
     return [(start, start + roi) for start in starts]
 
 
-def _chunks(result: Sequence[int], splits: Sequence[Split], dim: int, lag: int) -> tuple[int, ...]:
-    # The whole extent where nothing is cut; elsewhere what all ends of slabs are multiples of, if that is not
-    # much less than a slab.
+def _chunks(result: Sequence[int], splits: Sequence[Split]) -> tuple[int, ...]:
+    # The whole extent where nothing is cut, elsewhere a part of a slab.
     found = [*result]
     for d in range(-min(len(found), len(splits) - _LEADING), 0):
-        split, extent = splits[d], found[d]
-        if split.parts == 1:
-            continue
-        late = lag if d == dim - len(splits) else 0
-        ends = (max(0, split.interval(part)[1] - late) for part in range(split.parts - 1))
-        common, rows = gcd(*(end * extent // split.extent for end in ends)), -(-extent // split.parts)
-        found[d] = common if _PARTS * common >= rows else -(-rows // _PARTS)
+        if splits[d].parts > 1:
+            found[d] = -(-found[d] // (splits[d].parts * _PARTS))
     return tuple(found)
 
 

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.data.read_ahead import boxes_ahead
+from distdl_rma.jobs.out_of_core.estimate import Post
 from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
@@ -48,13 +50,9 @@ from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.jobs.out_of_core.results import Begin, Results, digest_of, key_of, made_as, of_disk
 from distdl_rma.jobs.out_of_core.scratch import Scratch
 from distdl_rma.layers.sources.opening import open_array
-from distdl_rma.layers.sources.reading import label, read_box
-from distdl_rma.segments.mailbox import Address, Message
+from distdl_rma.layers.sources.reading import Slices, label, read_box
 from distdl_rma.segments.options import parse_size
 from distdl_rma.segments.virtual_ranks.comm import virtual_rank
-
-Slices = tuple[slice, ...]
-Post = Callable[[Any], Any] | None
 
 
 def predict(
@@ -290,10 +288,9 @@ class Prediction(Inference):
             "write": self._store,
             "ended": self._note_end,
             "waits": self._note_wait,
-            "keep": self._keep,
         }
-        if not begin.keeps:
-            del actions["keep"]
+        if begin.keeps:
+            actions["keep"] = partial(self._results.keep, sample)
         with processes.connected(begin.slab, begin.messages, actions) as mailbox:
             pages = Pages(
                 plan.resident_nbytes,
@@ -337,9 +334,6 @@ class Prediction(Inference):
         whole = (slice(self._sample + box[0].start, self._sample + box[0].stop), *box[1:])
         has_batch = self.plan.form.has_batch
         self._results.write(whole if has_batch else box[1:], y if has_batch else y[0])
-
-    def _keep(self, address: Address, message: Message) -> None:
-        self._results.keep(self._sample, address, message)
 
     def _note_wait(self, rank: int, path: str) -> None:
         # Slabs of several processes wait in other functions as well, and the last one to come in none.
@@ -444,11 +438,6 @@ class Predictor:
             raise ArgumentError(
                 f"Predictor: the network gets one tensor; {len(args) + len(kwargs)} further arguments were"
                 " passed: wrap it in a module that has them"
-            )
-        if not isinstance(network, nn.Module):
-            raise ConfigurationError(
-                f"Predictor: the network is a torch.nn.Module, got {type(network).__name__!r}; a module's own"
-                " method cannot be split"
             )
         # Tensors of MONAI have rules of their own.
         source = inputs.detach().as_subclass(torch.Tensor)

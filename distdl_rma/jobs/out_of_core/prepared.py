@@ -31,11 +31,10 @@ from distdl_rma.jobs.out_of_core.plan import Form
 from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.jobs.out_of_core.results import Place, of_disk
 from distdl_rma.layers.sources.opening import open_array
-from distdl_rma.layers.sources.reading import label, read_box
+from distdl_rma.layers.sources.reading import Slices, label, read_box
 from distdl_rma.layers.sources.remote import needed
 
 T = TypeVar("T")
-Slices = tuple[slice, ...]
 Step = Callable[[torch.Tensor], torch.Tensor]
 # Elements of a box by which numbers of the whole are found.
 _BOX_COUNT = 1 << 22

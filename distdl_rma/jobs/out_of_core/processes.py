@@ -64,10 +64,8 @@ class Processes:
         """Context that the others learn of if it ends by no ``Exception``, such as ``KeyboardInterrupt``."""
         try:
             yield
-        except Exception:
-            raise
         except BaseException as error:
-            if self._machine is not None:
+            if self._machine is not None and not isinstance(error, Exception):
                 self._machine.fail(error)
             raise
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,20 +31,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, DataError, ShapeError
+from distdl_rma.errors import ArgumentError, DataError, ShapeError, told
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.jobs.data.sinks import ArraySink, aligned, new_array, numpy_dtype
+from distdl_rma.jobs.data.sinks import ArraySink, aligned, numpy_dtype
 from distdl_rma.jobs.out_of_core.inference import device_of
 from distdl_rma.jobs.out_of_core.plan import Plan
 from distdl_rma.jobs.out_of_core.resume_log import ResumeLog
 from distdl_rma.layers.dtypes import as_numbers, flat_bytes
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_image
 from distdl_rma.layers.sources.hdf5 import hdf5_lock
-from distdl_rma.layers.sources.reading import label
+from distdl_rma.layers.sources.reading import Slices, label
 from distdl_rma.layers.sources.zarr_nodes import store_of
 from distdl_rma.segments.mailbox import Address, Message
 
-Slices = tuple[slice, ...]
 _STATE = "state.json"
 # What sources may say of each of their axes, and what is said of channels of the result.
 _OF_AXES: dict[str, Any] = {"axes": "c", "spacing": 1.0, "units": None, "origin": 0.0}
@@ -124,13 +123,9 @@ def _dimensions(plan: Plan, source: Any, is_image: bool) -> Dimensions:
     return found
 
 
-@contextmanager
-def of_disk(what: object) -> Iterator[None]:
+def of_disk(what: object) -> AbstractContextManager[object]:
     """Context in which an error of the system is a ``DataError`` that names ``what`` is read or written."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"predict: {what}: {error.strerror or error}") from error
+    return told(DataError, f"predict: {what}", of=OSError)
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,7 @@ class Results:
         # The last state that was noted: sample, slabs that are written, and where a process would go on.
         self._state = 0, 0, 0
         if isinstance(sink, (str, os.PathLike)):
-            self._sink = self._file = new_array(sink, self._shape, plan.dtype, plan.chunks, **made)
+            self._sink = self._file = ArraySink(sink, self._shape, plan.dtype, plan.chunks, **made)
             # Boxes, and messages of their rests, depend on the chunks.
             self._key += str(self._file.chunks)
             self._folder = Path(f"{self._file.path}.progress")

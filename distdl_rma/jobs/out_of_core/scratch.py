@@ -37,7 +37,7 @@ from queue import SimpleQueue
 
 import torch
 
-from distdl_rma.errors import ClosedError, DataError
+from distdl_rma.errors import ClosedError, DataError, told
 from distdl_rma.layers.dtypes import flat_bytes
 from distdl_rma.layers.sources.raw import read_at, write_at
 from distdl_rma.segments.machine import launched
@@ -174,14 +174,12 @@ class Scratch:
     def __init__(self, folder: str | os.PathLike[str], quota: int | str | None = None) -> None:
         self.folder = Path(folder)
         self.quota = None if quota is None else parse_size(quota, "the quota")
-        try:
+        advice = (
+            "name a directory on a disk of this host that you may write to, or allow more files (ulimit -n)"
+        )
+        with told(DataError, f"scratch: no file can be made in {self.folder}", advice, OSError):
             # O_TMPFILE where the file system has it, else a file that is unlinked at once.
             file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise DataError(
-                f"scratch: no file can be made in {self.folder}: {error.strerror or error}; name an existing"
-                " directory on a disk of this host in which you may write, or allow more files (ulimit -n)"
-            ) from error
         self._file = file.fileno()
         #: Bytes written to the file and read from it so far, and bytes in use.
         self.written_nbytes = self.read_nbytes = self.used_nbytes = 0

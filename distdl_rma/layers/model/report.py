@@ -21,8 +21,7 @@ from distdl_rma.layers.split.calls.site import Site, site_of
 from distdl_rma.layers.split.calls.table import OBSERVERS, Rule, name_of
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.layers.staging import COPIES
-from distdl_rma.segments.options import size_text
-from distdl_rma.trace import in_columns
+from distdl_rma.trace import in_columns, size_text
 
 # Number of rows that ``print`` shows.
 _WORST = 5

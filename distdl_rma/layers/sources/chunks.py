@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Split
 from distdl_rma.layers.sources.reading import label
 
 # Bytes fetched for a byte wanted, above which a grid deserves a warning.
@@ -56,8 +55,7 @@ def fetched_of(source: Any, intervals: Sequence[Iterable[tuple[int, int]]]) -> f
     >>> fetched_of(scan, [[(0, 4), (4, 8), (8, 12)]]), fetched_of(scan, [[(0, 5), (5, 12)]])
     (1.8333333333333333, 1.0)
     """
-    chunks = chunks_of(source) or (1,) * len(source.shape)
-    return prod(map(_fetched, map(_edges, source.shape, chunks), intervals, source.shape))
+    return prod(_fetched(source, intervals))
 
 
 def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
@@ -65,10 +63,7 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
     chunks, partition = chunks_of(source), layout.partition
     if chunks is None or 0 in layout.shape or partition.me != partition.ranks[0]:
         return
-    cost = [
-        _fetched(_edges(extent, chunk), _intervals(split), extent)
-        for extent, chunk, split in zip(layout.shape, chunks, layout.splits, strict=True)
-    ]
+    cost = _fetched(source, [map(split.interval, range(split.parts)) for split in layout.splits])
     if prod(cost) > _ENOUGH:
         cut = [d for d, each in enumerate(cost) if each > 1]
         warnings.warn(
@@ -80,22 +75,18 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
         )
 
 
-def _edges(extent: int, chunk: Any) -> Sequence[int]:
-    # Where chunks begin, and where the last one ends, which may be behind the array.
-    if isinstance(chunk, (tuple, list)):
-        return [0, *accumulate(chunk)]
-    return range(0, extent + int(chunk), int(chunk))
-
-
-def _intervals(split: Split) -> Iterator[tuple[int, int]]:
-    return map(split.interval, range(split.parts))
-
-
-def _fetched(edges: Sequence[int], intervals: Iterable[tuple[int, int]], extent: int) -> float:
-    # Extents of the chunks that the intervals touch, against the extent of all.
-    total = 0
-    for start, stop in intervals:
-        if start < stop:
-            last = min(edges[bisect_left(edges, stop)], extent)
-            total += last - edges[bisect_right(edges, start) - 1]
-    return total / max(extent, 1)
+def _fetched(source: Any, intervals: Iterable[Iterable[tuple[int, int]]]) -> list[float]:
+    # In each dimension the extents of the chunks that the intervals touch, against the extent of all.
+    found = []
+    chunks = chunks_of(source) or (1,) * len(source.shape)
+    for extent, chunk, some in zip(source.shape, chunks, intervals, strict=True):
+        # Where chunks begin, and where the last one ends, which may be behind the array.
+        listed = isinstance(chunk, (tuple, list))
+        edges = [0, *accumulate(chunk)] if listed else range(0, extent + int(chunk), int(chunk))
+        touched = [
+            (edges[bisect_right(edges, start) - 1], min(edges[bisect_left(edges, stop)], extent))
+            for start, stop in some
+            if start < stop
+        ]
+        found.append(sum(last - first for first, last in touched) / max(extent, 1))
+    return found

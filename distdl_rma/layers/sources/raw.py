@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,24 @@ def write_at(file: int, memory: memoryview, at: int) -> None:
         memory, at = memory[done:], at + done
 
 
+@contextmanager
+def handle(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
+    """Context of a file that is open as the system's flags say.
+
+    Who writes opens it for writing alone: otherwise a client of a network file system reads the rest of a
+    page, and writes it back over what a rank on another host has written there.
+    """
+    file = os.open(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def sync(path: Path) -> None:
     """Wait until what was written to a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with handle(path, os.O_RDONLY) as file:
+        os.fsync(file)
 
 
 def rename_synced(part: Path, path: Path) -> None:
@@ -167,9 +178,9 @@ class RawArray:
             for piece, at in self._pieces(target, rows):
                 piece[...] = self._mapped(piece, at, "r")
             return found
-        with FileIO(self.path) as file:
+        with handle(self.path, os.O_RDONLY) as file:
             for memory, at in self._runs(target, rows):
-                if (count := read_at(file.fileno(), memory, at)) < len(memory):
+                if (count := read_at(file, memory, at)) < len(memory):
                     raise self._ends(at + count)
         return found
 
@@ -184,14 +195,9 @@ class RawArray:
             for piece, at in self._pieces(target, rows):
                 self._mapped(piece, at, "r+")[...] = piece
             return
-        # Nor is it open for reading: a client of a network file system would read the rest of a page, and
-        # write it back over what a rank on another host has written there.
-        file = os.open(self.path, os.O_WRONLY)
-        try:
+        with handle(self.path, os.O_WRONLY) as file:
             for memory, at in self._runs(target, rows):
                 write_at(file, memory, at)
-        finally:
-            os.close(file)
 
     @property
     def _rows(self) -> tuple[int, ...]:

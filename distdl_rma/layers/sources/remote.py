@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from io import BufferedReader, RawIOBase
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distdl_rma.errors import ArgumentError, DataError, DistdlError
+from distdl_rma.errors import ArgumentError, DataError, told
 
 # Seconds without a byte after which a server of http counts as gone, and seconds of a whole answer.
 _SILENT_SECONDS, _ANSWER_SECONDS = 30.0, 300.0
@@ -38,11 +38,9 @@ _Run = tuple[memoryview, int]
 
 def needed(package: str, extra: str = "") -> Any:
     """An optional package; ``DataError`` with the command that installs it if it is missing."""
-    try:
+    command = f"pip install 'distdl_rma[{extra}]'" if extra else f"pip install {package}"
+    with told(DataError, f"this file is read by {package}, which is not installed", command, ImportError):
         return import_module(package)
-    except ImportError as error:
-        command = f"pip install 'distdl_rma[{extra}]'" if extra else f"pip install {package}"
-        raise DataError(f"this file is read by {package}, which is not installed: {command}") from error
 
 
 def is_url(path: str) -> bool:
@@ -76,7 +74,7 @@ def nbytes_of(path: str) -> int:
 def version_of(url: str) -> tuple[Any, ...]:
     """What a server says now about a file: its size, and what else changes with its bytes."""
     files, place = filesystem(url)
-    with _asked(url):
+    with told(DataError, url):
         # Stores keep what they have listed.
         files.invalidate_cache()
         info = files.info(place)
@@ -85,37 +83,35 @@ def version_of(url: str) -> tuple[Any, ...]:
 
 def fetch(url: str, runs: Iterable[_Run]) -> None:
     """Fill memories by the bytes from their places on, which ascend; ``DataError`` if fewer come."""
-    files, place = filesystem(url)
-    blocks, end = list[list[_Run]](), 0
+    (files, place), blocks = filesystem(url), _blocks(runs)
+    while some := [*islice(blocks, _AT_A_TIME)]:
+        starts = [block[0][1] for block in some]
+        ends = [at + len(memory) for *_, (memory, at) in some]
+        with told(DataError, url):
+            answers = files.cat_ranges([place] * len(some), starts, ends, on_error="raise")
+        for block, start, end, answer in zip(some, starts, ends, answers, strict=True):
+            if len(answer) != end - start:
+                raise DataError(
+                    f"{url}: {len(answer)} bytes came for {end - start} from byte {start} on; has the file"
+                    " become shorter since it was opened?"
+                )
+            for memory, at in block:
+                memory[:] = answer[at - start : at - start + len(memory)]
+
+
+def _blocks(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    # Runs, or parts of long ones, of which one answer has all bytes.
+    block, end = list[_Run](), 0
     for run, first in runs:
         for done in range(0, len(run), _ANSWER_NBYTES):
             memory, at = run[done : done + _ANSWER_NBYTES], first + done
-            near = (
-                blocks and at - end <= _GAP_NBYTES and at + len(memory) - blocks[-1][0][1] <= _ANSWER_NBYTES
-            )
-            if not near and len(blocks) == _AT_A_TIME:
-                _fill(url, files, place, blocks)
-                blocks.clear()
-            if not near:
-                blocks.append([])
-            blocks[-1].append((memory, at))
+            if block and (at - end > _GAP_NBYTES or at + len(memory) - block[0][1] > _ANSWER_NBYTES):
+                yield block
+                block = []
+            block.append((memory, at))
             end = at + len(memory)
-    _fill(url, files, place, blocks)
-
-
-def _fill(url: str, files: Any, place: str, blocks: list[list[_Run]]) -> None:
-    starts = [block[0][1] for block in blocks]
-    ends = [at + len(memory) for *_, (memory, at) in blocks]
-    with _asked(url):
-        answers = files.cat_ranges([place] * len(blocks), starts, ends, on_error="raise")
-    for block, start, end, answer in zip(blocks, starts, ends, answers, strict=True):
-        if len(answer) != end - start:
-            raise DataError(
-                f"{url}: {len(answer)} bytes came for {end - start} from byte {start} on; has the file become"
-                " shorter since it was opened?"
-            )
-        for memory, at in block:
-            memory[:] = answer[at - start : at - start + len(memory)]
+    if block:
+        yield block
 
 
 class UrlFile(RawIOBase):
@@ -180,20 +176,3 @@ async def _range_alone(request: Any, answer: Callable[[Any], Any]) -> Any:
             " it; download the file, or have a server that takes range requests"
         )
     return found
-
-
-@contextmanager
-def _asked(url: str) -> Iterator[None]:
-    try:
-        yield
-    except DistdlError:
-        raise
-    except Exception as error:
-        raise DataError(f"{url}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """An error in words; of one that a library of servers translated, those of the server."""
-    while isinstance(error.__cause__, Exception) and isinstance(error, (FileNotFoundError, TimeoutError)):
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"

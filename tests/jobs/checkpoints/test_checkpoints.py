@@ -238,7 +238,10 @@ def test_different_copies_are_no_checkpoint(P_world, comm, folder, asynchronous)
         if comm.rank == comm.size - 1:
             state["s"]["x"][5] += 1
         if comm.size > 1:
-            with pytest.raises(MismatchError, match=f"'s/x' differs between ranks 0 and {comm.size - 1}"):
+            with pytest.raises(
+                MismatchError,
+                match=rf"'s/x', which ranks .* hold: .* on rank 0, but .* on rank {comm.size - 1}",
+            ):
                 kept.save(state, 2)
         assert kept.restore(state) == 1
         assert [each.name for each in folder.iterdir()] == ["step-1"]
@@ -514,7 +517,7 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, fold
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19 if last else soft, hard))
         try:
             full = pytest.raises(
-                CheckpointError, match=r"data.safetensors failed: File too large; .*check space"
+                CheckpointError, match=r"data.safetensors failed: .*File too large; .*check space"
             )
             with full:
                 _ = kept.save(state, 2), kept.wait()

@@ -44,8 +44,7 @@ def test_checksums_of_parts_add_up_to_that_of_the_tensor(part, pieces):
         if x.dim():
             box = box.replace(x.dim() - 1, at, at + block.shape[-1])
             at += block.shape[-1]
-        holding = Holding((0, 1))
-        holding.add(one := Part(part.item, box))
+        holding = Holding((0, 1), [one := Part(part.item, box)])
         for number in range(2):
             for _, first, last in holding.share(number):
                 total += one.checksum(flat_bytes(block)[first * size : last * size], first)

@@ -12,9 +12,7 @@ from tests.jobs.checkpoints.test_items import parts
 
 @given(st.lists(parts(), min_size=1, max_size=4), st.integers(1, 5))
 def test_shares_have_every_element_once(found, of):
-    holding = Holding(tuple(range(of)))
-    for part in sorted(found, key=lambda part: -part.item.dtype.itemsize):
-        holding.add(part)
+    holding = Holding(tuple(range(of)), sorted(found, key=lambda part: -part.item.dtype.itemsize))
     seen = {id(part): [] for part in holding.parts}
     for number in range(of):
         for part, first, last in holding.share(number):

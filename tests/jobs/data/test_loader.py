@@ -304,7 +304,9 @@ def test_samples_that_differ_between_ranks_are_refused_when_they_come(comm):
     loader = ShardLoader(ShardDataset(images, grid={"H": -1}))
     loop = iter(loader)
     next(loop)
-    with pytest.raises(MismatchError, match=r"dtypes and shapes of a batch: .* on rank 0, but .* on rank 1"):
+    with pytest.raises(
+        MismatchError, match=r"dtypes and shapes of a batch of replica 0: .* on rank 0, but .* on rank 1"
+    ):
         next(loop)
 
 

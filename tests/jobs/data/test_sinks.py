@@ -30,7 +30,7 @@ from distdl_rma import (
 )
 from distdl_rma.geometry import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.data.sinks import _block_chunks, _in_chunks, aligned, new_array
+from distdl_rma.jobs.data.sinks import ArraySink, _block_chunks, _in_chunks, aligned
 from distdl_rma.layers.sources.reading import read_box
 from tests.private_memory import run_alone
 
@@ -481,7 +481,7 @@ def test_axes_spacing_origin_and_units_are_read_as_they_were_written(name, given
         assert image.attributes.ome.multiscales[0].ndim == 4
     assert {one: getattr(found, one) for one in MADE} == expected
     assert np.array_equal(whole(folder / name), x)
-    sink = new_array(folder / f"{comm.rank}-{name}", x.shape, x.dtype, x.shape, **given)
+    sink = ArraySink(folder / f"{comm.rank}-{name}", x.shape, x.dtype, x.shape, **given)
     with sink:
         sink[tuple(slice(0, n) for n in x.shape)] = x.numpy()
     assert open_array(sink.path).spacing == found.spacing

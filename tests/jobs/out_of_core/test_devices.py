@@ -187,7 +187,7 @@ def test_the_command_takes_a_device(comm, device, folder, monkeypatch, capsys):
     assert np.array_equal(np.load("y.npy"), predict(MADE[-1].cpu(), x, grid={"H": 4}, comm=comm))
     assert main([*arguments, "toaster", "--out", "z.npy"]) == 1
     error = capsys.readouterr().err
-    assert ("--device toaster: Expected one of cpu, " in error) == (comm.rank == 0)
+    assert ("--device toaster: RuntimeError: Expected one of cpu, " in error) == (comm.rank == 0)
 
 
 MADE = []

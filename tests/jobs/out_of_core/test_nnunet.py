@@ -13,7 +13,7 @@ import torch
 
 from distdl_rma import open_array, predict
 from distdl_rma.__main__ import main
-from distdl_rma.jobs.data.sinks import new_array
+from distdl_rma.jobs.data.sinks import ArraySink
 from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder, _labels
 from distdl_rma.jobs.out_of_core.nonzero import box_of_nonzero, with_mask
 from distdl_rma.jobs.out_of_core.prepared import Prepared
@@ -197,7 +197,7 @@ def test_a_volume_is_prepared_as_by_nnunet(tmp_path, order):
     kept = "zyx" if order == (0, 1, 2) else "yzx"
     stored = x.transpose(0, *(1 + "zyx".index(axis) for axis in kept))
     spacing = {"z": 2.0, "y": 0.8, "x": 0.7}
-    with new_array(
+    with ArraySink(
         tmp_path / "x.zarr", stored.shape, np.float32, stored.shape, axes=("c", *kept),
         spacing=(1.0, *(spacing[axis] for axis in kept)),
     ) as sink:  # fmt: skip

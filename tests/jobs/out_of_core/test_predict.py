@@ -644,9 +644,9 @@ def test_a_new_file_gets_what_the_source_says_of_its_axes(tmp_path, monkeypatch)
 
     def new_array(*arguments, **keywords):
         made.append({name: keywords.pop(name) for name in ("axes", "spacing") if name in keywords})
-        return sinks.new_array(*arguments)
+        return sinks.ArraySink(*arguments)
 
-    monkeypatch.setattr("distdl_rma.jobs.out_of_core.results.new_array", new_array)
+    monkeypatch.setattr("distdl_rma.jobs.out_of_core.results.ArraySink", new_array)
     x = np.ones((40, 30), np.float32).view(Measured)
     predict(nn.Conv2d(1, 3, 1), x, tmp_path / "three.h5")
     predict(nn.Conv2d(1, 3, 1), x, tmp_path / "one.h5", post=lambda y: y.argmax(1))

@@ -42,7 +42,7 @@ def test_inputs_and_network_as_monai_passes_them():
 
 def test_what_is_no_module_and_further_arguments_are_refused():
     model, x = nn.Conv2d(1, 1, 1), torch.ones(1, 1, 8, 8)
-    with pytest.raises(ConfigurationError, match=r"the network is a torch\.nn\.Module, got 'method'"):
+    with pytest.raises(ConfigurationError, match=r"takes a torch\.nn\.Module, .* got 'method'"):
         Predictor()(x, model.forward)
     with pytest.raises(ArgumentError, match="1 further arguments were passed"):
         Predictor()(x, model, x)
