@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from math import prod
 
 from distdl_rma.geometry import trees
@@ -211,13 +211,7 @@ def cut_copies(end: Decomposition, like: Decomposition) -> Decomposition | None:
     inner = [*([] if grid is None else [grid]), *copied]
     outer = [g for g in range(P.dim) if g not in inner]
     # The grid dimension that cuts this tensor dimension and the replicating ones become one, the last.
-    ranks = tuple(
-        P.rank_at([places[g] for g in range(P.dim)])
-        for places in (
-            dict(zip((*outer, *inner), index, strict=True))
-            for index in product(*(range(P.shape[g]) for g in (*outer, *inner)))
-        )
-    )
+    ranks = tuple(sorted(P.ranks, key=lambda rank: [P.index_of(rank)[g] for g in (*outer, *inner)]))
     copies = prod(P.shape[g] for g in copied)
     whole = end.splits[cut]
     lengths = [whole.interval(part) for part in range(whole.parts)]

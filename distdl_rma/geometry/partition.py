@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from operator import index as as_int
 from typing import Any, Protocol, TypeVar
@@ -237,9 +237,8 @@ def share_holders(nodes: Groups) -> Groups:
 
 def transposed(partition: Partition) -> Partition:
     """The same ranks on the transposed grid: the rank at (i, j, k) moves to (k, j, i)."""
-    indices = product(*map(range, reversed(partition.shape)))
-    ranks = tuple(partition.rank_at(index[::-1]) for index in indices)
-    return Partition(ranks, partition.shape[::-1], partition.me, partition.home)
+    ranks = sorted(partition.ranks, key=lambda rank: partition.index_of(rank)[::-1])
+    return Partition(tuple(ranks), partition.shape[::-1], partition.me, partition.home)
 
 
 def groups_onto(many: Partition, few: Partition, transpose_many: bool, transpose_few: bool) -> Groups:
@@ -280,13 +279,10 @@ def spans(ranks: Iterable[int], between: str = ", ") -> str:
 
     For messages, and for lines of a limited length (``segments/waiting/meeting.py``), which read them back.
     """
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return between.join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+    # Along consecutive ranks, rank minus position stays the same.
+    runs = groupby(enumerate(sorted(ranks)), lambda place: place[1] - place[0])
+    ends = ([rank for _, rank in run] for _, run in runs)
+    return between.join(str(a) if not more else f"{a}-{more[-1]}" for a, *more in ends)
 
 
 def _shown(partition: Partition, flipped: bool) -> str:

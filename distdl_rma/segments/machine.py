@@ -19,7 +19,6 @@ from mpi4py import MPI
 from distdl_rma.errors import ConfigurationError, DistdlError, PartitionError, PeerFailedError
 from distdl_rma.geometry.distribution import Distribution
 from distdl_rma.geometry.partition import Partition, integers
-from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.group import Group
 from distdl_rma.segments.mailbox import Mailbox
@@ -476,14 +475,15 @@ def _meet(manager: SegmentManager, ranks: tuple[int, ...]) -> None:
     given_up = manager.forget_handshakes(others)
     # Puts under way may reach memory that others will use again.
     manager.flush(others, GRACE_SECONDS)
+    barrier = manager.shared_objects.pop((_meet, ranks), None)
     for key, shared in tuple(manager.shared_objects.items()):
         # Some ranks may have begun an epoch that others have not.
         if isinstance(shared, EqualityCheck) and {*shared.ranks} <= {*ranks}:
             del manager.shared_objects[key]
-    barrier = manager.shared_objects.get((Barrier, ranks))
-    if not isinstance(barrier, Barrier):
-        barrier = manager.shared_objects[Barrier, ranks] = Barrier(manager, ranks, "ranks that raise")
-    barrier.wait(GRACE_SECONDS)
+    if not isinstance(barrier, EqualityCheck):
+        barrier = EqualityCheck(manager, ranks, "ranks that raise")
+    manager.shared_objects[_meet, ranks] = barrier
+    barrier.meet(GRACE_SECONDS)
     # A rank that gave up waiting there does not come here, so that no rank passes.
-    barrier.wait()
+    barrier.meet()
     manager.handshakes.difference_update(given_up)

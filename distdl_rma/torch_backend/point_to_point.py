@@ -98,10 +98,8 @@ class PointToPoint:
         mine, theirs = _facts(out, kind), _facts(out[:0], "")
         yield from self._messages.receive(theirs, source, tag * _KINDS)
         sending = self._messages.send(mine, source, tag * _KINDS + 1)
-        if _text(mine) == _text(theirs):
-            yield from chain(sending, self._messages.receive(out, source, tag * _KINDS + 2))
-            return
-        yield from sending
+        alike = _text(mine) == _text(theirs)
+        yield from chain(sending, self._messages.receive(out, source, tag * _KINDS + 2) if alike else ())
         self._check(theirs, mine, source, tag)
 
     def _check(self, sent: Array, wanted: Array, peer: int, tag: int) -> None:

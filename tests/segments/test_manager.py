@@ -10,7 +10,7 @@ import pytest
 from distdl_rma import ConfigurationError, ExchangeTimeout, Machine
 from distdl_rma.segments import Channel
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.manager import Communicators, SegmentManager
 from distdl_rma.segments.transport import node_memory
 from distdl_rma.segments.transport.node_memory import NodeMemory
@@ -177,8 +177,8 @@ def start_all_push(machine):
 
 
 def start_barrier(machine):
-    barrier = Barrier(machine.segments, machine.ranks, "late")
-    return barrier, lambda: barrier.wait(timeout=0.5)
+    barrier = EqualityCheck(machine.segments, machine.ranks, "late")
+    return barrier, lambda: barrier.meet(timeout=0.5)
 
 
 @pytest.mark.mpi(min_size=2)

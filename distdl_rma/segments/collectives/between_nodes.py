@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.manager import SegmentManager
 
@@ -99,7 +99,7 @@ class Messages:
         self.ranks = tuple(ranks)
         self.comm: MPI.Intracomm = MPI.COMM_SELF
         self._connected = len(self.ranks) < 2
-        self._barrier: Barrier | None = None
+        self._barrier: EqualityCheck | None = None
         # Number of the communicator among those of these ranks, None if there is none; and the largest one
         # that a rank has reserved, None before all have met.
         self._number: int | None = None
@@ -115,7 +115,7 @@ class Messages:
             while True:
                 if self._number is None:
                     self._number = shared.reserve(self.ranks, self._largest or 0)
-                largest = barrier.wait(timeout, self._number)
+                largest = barrier.meet(timeout, self._number)
                 if largest == self._largest:
                     break
                 # All reserve again, from the largest on: the ranks that have it keep it.
@@ -132,9 +132,10 @@ class Messages:
         if not self._connected:
             self._meeting().connect(0.0)
 
-    def _meeting(self) -> Barrier:
+    def _meeting(self) -> EqualityCheck:
         if self._barrier is None:
-            self._barrier = Barrier(self._manager, self.ranks, f"{self._name} (connect)", self._terms)
+            name = f"{self._name} (connect)"
+            self._barrier = EqualityCheck(self._manager, self.ranks, name, self._terms)
         return self._barrier
 
     def send(self, data: Array, position: int, tag: int) -> Script:

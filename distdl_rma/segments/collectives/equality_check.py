@@ -1,4 +1,4 @@
-"""Comparison of four integers over some ranks, in messages of a cache line.
+"""Comparison of four integers over some ranks, in messages of a cache line; a barrier compares one.
 
 Memory of the first rank of a node, its leader; a board for even and one for odd epochs::
 
@@ -27,7 +27,7 @@ from distdl_rma.errors import DistdlError, ExchangeTimeout, MismatchError, Proto
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.geometry.trees import dissemination
 from distdl_rma.segments.collectives.node_layout import NodeLayout
-from distdl_rma.segments.collectives.stepped_algorithm import Scripted
+from distdl_rma.segments.collectives.scripted import Scripted
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.heap import aligned
@@ -42,6 +42,8 @@ _LINE, _RESULT = 8, 16
 _EPOCH = N_INTEGERS
 _PARITIES = 2
 _ITEM = 8
+# Most ranks of other nodes whose headers are read for a message.
+_LOOKED_UP = 64
 
 _Extent = NDArray[np.int64]
 
@@ -73,16 +75,18 @@ class EqualityCheck(Scripted):
     several nodes exchange the smallest and largest integers by dissemination, and then store them for their
     nodes: O(log N) messages per node for N nodes, which every wait and the progress engine advance.
 
-    Construction is local and equal on all ``ranks``, which include this one; the first start connects, and is
-    collective. An epoch has to be waited for before the next one starts. Nothing is acknowledged: a rank
-    starts epoch k+2 after all ranks have started k+1, and so have finished k. So a line of epoch k is written
-    again only when nobody reads it any more. The board is freed once all ranks of the node have closed: a
-    rank may return from its last wait while others still read.
+    Construction is local. ``ranks``, which include this one, their order, ``name`` and ``terms``, a line
+    ``name=value`` for each fact, are equal on all ranks; the first start connects, and is collective. An
+    epoch has to be waited for before the next one starts. Nothing is acknowledged: a rank starts epoch k+2
+    after all ranks have started k+1, and so have finished k. So a line of epoch k is written again only when
+    nobody reads it any more. The board is freed once all ranks of the node have closed: a rank may return
+    from its last wait while others still read.
     """
 
-    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, manager: SegmentManager, ranks: Sequence[int], name: str, terms: str = "") -> None:
         super().__init__(manager)
         self._manager, self.name, self.ranks = manager, name, tuple(ranks)
+        self._terms = f"{terms}\nranks={self.ranks}"
         self._layout = layout = NodeLayout.checked(ranks, manager.segment.direct_nodes, manager.rank, name)
         self._leader, self._number = layout.here[0], len(layout.here)
         self._at, self._leads = layout.here.index(layout.me), layout.me == self._leader
@@ -101,6 +105,8 @@ class EqualityCheck(Scripted):
         self._counters = manager.counters
         # By parity, once connected.
         self._boards: list[_Board] = []
+        # Of the ranks of other nodes those whose headers are read for the message of a barrier.
+        self._elsewhere = [rank for rank in self.ranks if rank not in layout.here][:_LOOKED_UP]
         # Ranks that the step between nodes waits for, and the comparison that messages name.
         self._silent: tuple[int, ...] = ()
         self._for = name
@@ -115,20 +121,21 @@ class EqualityCheck(Scripted):
     def connect(self, timeout: float | None = None, name: str = "") -> None:
         """Exchange addresses on the node, and with O(log N) other nodes, once; collective, blocking.
 
-        Errors begin with ``name``, the comparison that connects.
+        Errors begin with ``name``, the comparison that connects, if there is one.
         """
         if self._boards:
             return
+        if self._closed or self._manager.closed:
+            raise self._unusable()
         layout = self._layout
         near = layout.others_here if self._leads else (self._leader,)
         far = (rank for turn in self._turns for rank, _ in (*turn.targets, *turn.sources))
         peers = dict.fromkeys((*near, *far), ())
-        terms = f"ranks={layout.ranks}"
-        plan = fingerprint("equality check", terms)
+        plan = fingerprint("equality check", self._terms)
         try:
-            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=terms)
+            self._remotes = self._memory.exchange(peers, self.name, plan, timeout, terms=self._terms)
         except (ExchangeTimeout, MismatchError) as error:
-            error.args = (f"{name or self.name!r}: {error}",)
+            error.args = (f"{name!r}: {error}" if name else str(error),)
             raise
         self._remotes[layout.me] = self._memory.here
         self._see(self._remotes[self._leader])
@@ -195,6 +202,22 @@ class EqualityCheck(Scripted):
         self._waited, self._repeatable = self.epoch, False
         return self._extent is None
 
+    def meet(self, timeout: float | None = None, number: int = 0) -> int:
+        """A barrier: wait until all ranks have called, and return the largest number of any rank; blocking.
+
+        It does not order puts: only ranks that were notified of an earlier put see it after the barrier.
+        ``ExchangeTimeout`` at the deadline names ranks that have not come. The call can be repeated, and then
+        the number of the first call counts. Meanwhile this rank counts as having come.
+        """
+        self.connect(timeout)
+        if self.epoch == self._waited:
+            if self._elsewhere:
+                # What ranks of other nodes read that wait for this one.
+                self._manager.begin(self._manager.operation(self.name), self.epoch + 1)
+            self.start(self.name, number, 0, 0, 0)
+        self.wait(timeout)
+        return self.largest[0]
+
     def _explain(self) -> None:
         # For subclasses: what ranks that differ do before the epoch is over.
         pass
@@ -225,9 +248,16 @@ class EqualityCheck(Scripted):
         """Ranks that have not started the epoch, for messages."""
         epoch = self.epoch
         here = zip(self._layout.here, self._boards[epoch & 1].lines, strict=True)
-        late = tuple(rank for rank, line in here if line[_EPOCH] < epoch) or self._silent
-        what = f"to send in {self._for!r} (epoch {epoch}, last seen {epoch - 1})"
-        return WaitReason(late, what, "did every rank call the same layers?", in_step=True)
+        late = tuple(rank for rank, line in here if line[_EPOCH] < epoch)
+        what, calls = (
+            f"to send in {self._for!r} (epoch {epoch}, last seen {epoch - 1})",
+            "call the same layers",
+        )
+        if self._for == self.name:
+            what, calls = f"to reach {self.name!r} (epoch {epoch})", "make the same calls"
+            has_begun = self._manager.watch.has_begun
+            late += tuple(rank for rank in self._elsewhere if not has_begun(rank, self.name, epoch))
+        return WaitReason(late or self._silent, what, f"did every rank {calls}?", in_step=True)
 
     def close(self) -> None:
         """Free the memory once no rank writes to it any more; local, idempotent."""
@@ -287,6 +317,9 @@ class EqualityCheck(Scripted):
             result[: _EPOCH * 2] = found
             self._fence()
             result[_EPOCH * 2] = epoch
+            # The caller may go on in a call of MPI, in which nothing would send what is still queued here.
+            while not all(remote.delivered() for remote in self._remotes.values()):
+                yield
         else:
             self._silent = (self._leader,)
             while result[_EPOCH * 2] < epoch:

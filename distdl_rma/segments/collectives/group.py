@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from distdl_rma.segments.collectives.allgather import Allgather, Bcast
 from distdl_rma.segments.collectives.allreduce import Allreduce
-from distdl_rma.segments.collectives.barrier import Barrier
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.memory.context import SharedByCopies
@@ -39,7 +39,7 @@ class Group(SharedByCopies):
         self.name = name
         self.ranks = NodeLayout.checked(chosen, manager.segment.direct_nodes, manager.rank, name).ranks
         self._manager = manager
-        self._barrier: Barrier | None = None
+        self._barrier: EqualityCheck | None = None
 
     @property
     def size(self) -> int:
@@ -54,15 +54,16 @@ class Group(SharedByCopies):
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all ranks of the group have called; blocking, collective.
 
-        Each of P ranks sends O(log P) notifications. The barrier waits for ranks, not for their puts.
+        A rank stores one line on its node, and between N nodes one rank of each sends O(log N) messages. The
+        barrier waits for ranks, not for their puts.
         ``timeout`` is in seconds, 0 to look once, None for the machine's default. ``ExchangeTimeout`` at the
         deadline names ranks that have not come. The call can be repeated; this rank counts as having come.
         """
         if self._barrier is None:
             self._manager.check_open()
-            self._barrier = Barrier(self._manager, self.ranks, f"{self.name} (barrier)")
+            self._barrier = EqualityCheck(self._manager, self.ranks, f"{self.name} (barrier)")
             weakref.finalize(self, self._barrier.close)
-        self._barrier.wait(timeout)
+        self._barrier.meet(timeout)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all puts and notifications from this rank to those of the group have arrived there.

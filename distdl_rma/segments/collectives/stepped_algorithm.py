@@ -30,39 +30,10 @@ from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.collective import CollectiveSite
 from distdl_rma.segments.collectives.reduction import Array
+from distdl_rma.segments.collectives.scripted import Scripted
 from distdl_rma.segments.large_arrays import copy
-from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.segments.transport.heap import aligned
 from distdl_rma.segments.waiting.header import WaitReason
-
-
-class Scripted:
-    """A step that is a generator; waits advance it, and so does the progress engine in its thread.
-
-    Whoever advances it holds the lock of the segment. A step that raised is ``broken`` for ever: its
-    generator is over, MPI may still use its memory, and other ranks may still write to it.
-    """
-
-    def __init__(self, manager: SegmentManager) -> None:
-        self._lock = manager.segment.lock
-        self._running: Iterator[None] | None = None
-        # The error that interrupted a step, which cannot be continued; empty if none did.
-        self.broken = ""
-
-    def advance(self) -> bool:
-        """Advance the step; return whether it is complete, or broken for ever."""
-        with self._lock:
-            if self._running is not None:
-                try:
-                    for _ in self._running:
-                        return False
-                except BaseException as error:
-                    # A generator that raised is over, and would look complete.
-                    self.broken, self._running = self.broken or repr(error), None
-                    raise
-                self._running = None
-            return True
-
 
 _PARITIES = 2
 # Most phases of a step: for each, a rank may notify every other rank of its node.

@@ -22,6 +22,7 @@ Each side sends its own and receives the other's; only then does a rank know whe
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from itertools import count
@@ -52,13 +53,10 @@ from distdl_rma.segments.waiting.header import WaitReason, clip
 # The tag changes when ranks settle an error, so that earlier messages never match later ones.
 _TAGS = range(1, 1 << 14)
 _LABEL_BYTES, _TERMS_BYTES = 120, 240
-# Layout of a message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and
-# the first bytes of the label and of the terms, for error messages.
-_LOCATION, _NOTE, _HASH = slice(1, 5), slice(5, 9), 9
-_LABEL = slice(10, 10 + _LABEL_BYTES // 8)
-_TERMS = slice(_LABEL.stop, _LABEL.stop + _TERMS_BYTES // 8)
-
-Message = NDArray[np.int64]
+# A message: fingerprint, location of the buffer, note for the peer, hash of the whole label, and the first
+# bytes of the label and of the terms, for error messages.
+_NOTE = 4
+_MESSAGE = struct.Struct(f"=q4q{_NOTE}qq{_LABEL_BYTES}s{_TERMS_BYTES}s")
 # Incomplete requests and their memory for MPI, which outlive their buffer, handshake and machine.
 _UNFINISHED: dict[int, tuple[object, ...]] = {}
 _NUMBERS = count()
@@ -78,46 +76,41 @@ class Purpose:
     def __post_init__(self, asked: Mapping[int, tuple[int, ...]] | Iterable[int]) -> None:
         if not isinstance(self.label, str):
             raise ArgumentError(f"an exchange's label is a string, got {self.label!r}")
-        what, most = f"exchange {self.label!r}", _NOTE.stop - _NOTE.start
+        what = f"exchange {self.label!r}"
         notes = _as_notes(asked, what)
         for peer in notes:
             if peer not in self.ranks:
                 raise PartitionError(f"{what}: {peer!r} is none of the machine's ranks {self.ranks}")
         (self.fingerprint,) = _int64s((self.fingerprint,), 1, f"{what}: a fingerprint")
         self.notes = {
-            peer: _int64s(note, most, f"{what}: the note for rank {peer}") for peer, note in notes.items()
+            peer: _int64s(note, _NOTE, f"{what}: the note for rank {peer}") for peer, note in notes.items()
         }
 
-    def message(self, location: Location, peer: int) -> Message:
+    def message(self, location: Location, peer: int) -> bytes:
         """Message for a peer, with the location of this rank's buffer."""
-        message, note = np.zeros(_TERMS.stop, np.int64), self.notes[peer]
-        message[0], message[_HASH] = self.fingerprint, fingerprint(self.label)
-        message[_LOCATION] = location
-        message[_NOTE][: len(note)] = note
-        for there, text in ((_LABEL, self.label), (_TERMS, self.terms)):
-            clipped = np.frombuffer(clip(text, 8 * (there.stop - there.start)), np.uint8)
-            message[there].view(np.uint8)[: clipped.size] = clipped
-        return message
+        note = (*self.notes[peer], *[0] * _NOTE)[:_NOTE]
+        texts = clip(self.label, _LABEL_BYTES), clip(self.terms, _TERMS_BYTES)
+        return _MESSAGE.pack(self.fingerprint, *location, *note, fingerprint(self.label), *texts)
 
-    def difference(self, rank: int, peer: int, reply: Message) -> str:
-        """How a peer's message differs, as text for an error on ``rank``; empty if it does not differ.
+    def difference(self, rank: int, peer: int, plan: int, hashed: int, label: bytes, terms: bytes) -> str:
+        """How the end of a peer's message differs, as text for an error on ``rank``; empty if it does not.
 
         Both ranks compare the same two messages, so both raise, or none.
         """
-        if int(reply[_HASH]) != fingerprint(self.label):
-            theirs = _text(reply[_LABEL])
+        if hashed != fingerprint(self.label):
+            theirs = _text(label)
             if theirs == clip(self.label, _LABEL_BYTES).decode():
                 return f"another name with the same first {_LABEL_BYTES} bytes"
             return repr(theirs)
-        if int(reply[0]) == self.fingerprint:
+        if plan == self.fingerprint:
             return ""
-        mine, others = _listed(clip(self.terms, _TERMS_BYTES).decode()), _listed(_text(reply[_TERMS]))
+        mine, others = _listed(clip(self.terms, _TERMS_BYTES).decode()), _listed(_text(terms))
         different = [
             f"{key} is {mine.get(key)} on rank {rank} and {others.get(key)} on rank {peer}"
             for key in dict.fromkeys((*mine, *others))
             if mine.get(key) != others.get(key)
         ]
-        plans = f"plans {self.fingerprint:014x} and {int(reply[0]):014x}"
+        plans = f"plans {self.fingerprint:014x} and {plan:014x}"
         return f"the same name, another plan ({', '.join(different) or plans})"
 
 
@@ -137,7 +130,7 @@ class Handshake:
     def __init__(self, context: SegmentContext, location: Location, purpose: Purpose) -> None:
         self._context, self._purpose = context, purpose
         self.offset: int | None = location.offset  # of the buffer; None once its owner has freed it
-        self._incoming = {peer: np.zeros(_TERMS.stop, np.int64) for peer in purpose.notes}
+        self._incoming = {peer: bytearray(_MESSAGE.size) for peer in purpose.notes}
         self._outgoing = {peer: purpose.message(location, peer) for peer in purpose.notes}
         self._sends: dict[int, MPI.Request] = {}
         self._receives: dict[int, MPI.Request] = {}
@@ -200,16 +193,18 @@ class Handshake:
             missing = _pending(self._receives) or _pending(self._sends)
         return WaitReason(missing, f"to connect {self._purpose.label!r}", hint, in_step=True)
 
-    def _remote(self, peer: int, reply: Message) -> RemoteBuffer:
+    def _remote(self, peer: int, reply: bytearray) -> RemoteBuffer:
         # The peer's buffer by its message; raises if its purpose was another one.
         context, label = self._context, self._purpose.label
-        different = self._purpose.difference(context.rank, peer, reply)
+        plan, offset, nbytes, first_word, notifications, *note, hashed, theirs, terms = _MESSAGE.unpack(reply)
+        different = self._purpose.difference(context.rank, peer, plan, hashed, theirs, terms)
         if different:
             raise MismatchError(
                 f"rank {context.rank} connects {label!r} but rank {peer} connects {different}:"
                 " do all ranks build and call the same things in the same order, with the same arguments?"
             )
-        return RemoteBuffer(context, peer, Location(*reply[_LOCATION].tolist()), tuple(reply[_NOTE].tolist()))
+        location = Location(offset, nbytes, first_word, notifications)
+        return RemoteBuffer(context, peer, location, tuple(note))
 
 
 def _as_notes(notes: Mapping[int, tuple[int, ...]] | Iterable[int], what: str) -> dict[int, tuple[int, ...]]:
@@ -241,8 +236,8 @@ def _int64s(values: Any, most: int, what: str) -> tuple[int, ...]:
     return numbers
 
 
-def _text(words: Message) -> str:
-    return words.tobytes().rstrip(b"\0").decode(errors="replace")
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
 
 
 def _listed(terms: str) -> dict[str, str]:

@@ -281,22 +281,13 @@ class RemoteBuffer:
         array reaches beyond the peer's buffer, or is read-only. ``ExchangeTimeout`` if the peer does not
         answer: the call can be repeated.
         """
-        target = as_target(out, "get")
-        if queue is not None:
-            check_queue(queue, "get")
-        if timeout is not None:
-            check_timeout(timeout)
-        offset = self._inside(offset, target.nbytes, "get")
-        self._get([self._fetch_into(target, offset)], queue, timeout)
+        self._get("get", [(out, as_offset(offset, "get"))], queue, timeout)
 
     def get_list(
         self, parts: Iterable[tuple[Any, int]], queue: Queue | None = None, timeout: float | None = None
     ) -> None:
         """``get`` into several arrays, each given with its offset; all are checked before any data moves."""
-        check_queue(queue, "get_list")
-        check_timeout(timeout)
-        targets = self._checked(parts, "get_list", as_target)
-        self._get([self._fetch_into(*target) for target in targets], queue, timeout)
+        self._get("get_list", parts, queue, timeout)
 
     def get_notify(self, out: Any, inbox: Inbox, index: int, value: int = 1, offset: int = 0) -> None:
         """Get, and set a notification of this rank's own buffer once the array is filled; does not block.
@@ -470,10 +461,13 @@ class RemoteBuffer:
         return far
 
     def _get(
-        self, fetches: Sequence[Fetch], queue: Queue | None = None, timeout: float | None = None
+        self, what: str, parts: Iterable[tuple[Any, int]], queue: Queue | None, timeout: float | None
     ) -> None:
         # Blocking without a queue.
-        far = self._copy_near(fetches)
+        check_queue(queue, what)
+        check_timeout(timeout)
+        targets = self._checked(parts, what, as_target)
+        far = self._copy_near([self._fetch_into(*target) for target in targets])
         if not far:
             return
         # After a timeout nobody tests the queue made here, so the targets do not change any more.
@@ -495,9 +489,7 @@ class RemoteBuffer:
         except (TypeError, ValueError) as error:
             raise ShapeError(f"{what} takes pairs of an array and its offset: {error}") from None
         checked = [(check(data, what), offset) for data, offset in pairs]
-        for memory, offset in checked:
-            self._inside(offset, memory.nbytes, what)
-        return checked
+        return [(memory, self._inside(offset, memory.nbytes, what)) for memory, offset in checked]
 
     def _put_short_ones(
         self, parts: list[tuple[memoryview, int]], queue: Queue | None

@@ -206,10 +206,6 @@ class Atomics:
         # Whether other threads may call MPI during an operation, which then needs no progress by them.
         self._together = immediate and thread_level() == MPI.THREAD_MULTIPLE
         self._spare: list[_OperationMemory] = []
-        # Operand, expected word and old word of a compare-and-swap; protected by the lock.
-        words = [np.zeros(1, np.int64).data for _ in range(3)]
-        self._operand, self._expected, self._before = words
-        self._specs = [[word, MPI.INT64_T] for word in words]
 
     def _responding(self, rank: int) -> Callable[[], bool]:
         # An operation on a rank that has just answered takes one round trip and does not hang.
@@ -266,12 +262,12 @@ class Atomics:
     def compare_swap(self, rank: int, offset: int, expected: int, desired: int) -> int:
         """Set the word to ``desired`` if it is ``expected``; return the old word."""
         target, begin = self._positions[rank]
-        new, old, before = self._specs
+        new, old, before = [np.array([number], np.int64) for number in (desired, expected, 0)]
         with self._lock:
-            self._operand[0], self._expected[0] = desired, expected
-            self._window.Compare_and_swap(new, old, before, target, begin + offset)
+            specs = [new, MPI.INT64_T], [old, MPI.INT64_T], [before, MPI.INT64_T]
+            self._window.Compare_and_swap(*specs, target, begin + offset)
             self._window.Flush(target)
-            return self._before[0]
+        return int(before[0])
 
 
 # Longer lists of transfers or notifications than these are searched for complete ones.

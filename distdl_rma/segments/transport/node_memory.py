@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -177,31 +177,25 @@ class NodeMemory:
         ``SegmentError`` on all ranks if MPI refuses. For lack of memory, Open MPI may refuse on one rank and
         never return on others of the node: these processes end after the timeout, and the job with them.
         """
-        refused = f"no window of {nbytes} bytes can be had"
-        if is_virtual(comm):
-            # Memory of this process: no rank is left in MPI when another one is refused.
-            return self._window_of_all(comm, make, refused)
-        limit = self._timeout + _TOGETHER_SECONDS
-        why = (
-            f"rank {self._ranks[self._comm.rank]} ends: MPI has not made a window of {nbytes} bytes in"
-            f" {limit:g} s; Open MPI does not return where another rank of the node was refused, as for lack"
-            f" of memory in {SHARED_MEMORY}; {_REMEDY}"
-        )
-        with ends_process_after(limit, why):
-            return self._window_of_all(comm, make, refused)
-
-    def _window_of_all(self, comm: MPI.Intracomm, make: Callable[[], MPI.Win], refused: str) -> MPI.Win:
         window, problem, me = None, "", self._ranks[self._comm.rank]
-        try:
-            window = make()
-        except (MPI.Exception, MemoryError, OSError, OverflowError) as error:
-            problem = f"{error}".partition("\n")[0] or type(error).__name__
-        made = np.zeros(comm.size, np.uint8)
-        together = comm.Iallgather(np.array([window is not None], np.uint8), made)
-        # The others come later, or never if MPI has refused this one.
-        if not is_true_within(_TOGETHER_SECONDS if problem else math.inf, together.Test, 1e-4, comm):
-            others = "MPI does not return on other ranks of its node, and the job cannot go on"
-            raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
+        refused, limit = f"no window of {nbytes} bytes can be had", self._timeout + _TOGETHER_SECONDS
+        why = (
+            f"rank {me} ends: MPI has not made a window of {nbytes} bytes in {limit:g} s; Open MPI does not"
+            f" return where another rank of the node was refused, as for lack of memory in {SHARED_MEMORY};"
+            f" {_REMEDY}"
+        )
+        # Of virtual ranks none is left in MPI when another one is refused: they use memory of this process.
+        with nullcontext() if is_virtual(comm) else ends_process_after(limit, why):
+            try:
+                window = make()
+            except (MPI.Exception, MemoryError, OSError, OverflowError) as error:
+                problem = f"{error}".partition("\n")[0] or type(error).__name__
+            made = np.zeros(comm.size, np.uint8)
+            together = comm.Iallgather(np.array([window is not None], np.uint8), made)
+            # The others come later, or never if MPI has refused this one.
+            if not is_true_within(_TOGETHER_SECONDS if problem else math.inf, together.Test, 1e-4, comm):
+                others = "MPI does not return on other ranks of its node, and the job cannot go on"
+                raise SegmentError(f"rank {me}: {refused}: {problem}; {others}; {_REMEDY}")
         lacking = self._first_problem(problem)
         if window is not None and lacking is None:
             return window

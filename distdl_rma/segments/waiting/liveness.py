@@ -19,13 +19,13 @@ never, and since any wait ends by a notice, also one for other ranks.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import numpy as np
 from mpi4py import MPI
 
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
@@ -41,7 +41,9 @@ from distdl_rma.segments.waiting.header import (
     clip,
 )
 
-_NOTICE_BYTES = 1024
+# A notice: the rank that failed, and the cause.
+_NOTICE_BYTES = 1016
+_NOTICE = struct.Struct(f"=q{_NOTICE_BYTES}s")
 # How long a failed rank stays alive for the others to receive its notice.
 NOTICE_SECONDS = 1.0
 # A rank's last messages may arrive some time after it has left.
@@ -95,11 +97,10 @@ class FailureNotices:
         # matched probe, since MPICH's Recv from any source may never find the probed synchronous message
         # between nodes.
         while (found := self._comm.Improbe()) is not None:
-            notice = np.zeros(_NOTICE_BYTES, np.uint8)
+            notice = bytearray(_NOTICE.size)
             found.Recv([notice, MPI.BYTE])
-            failed = int(notice[:8].view(np.int64)[0])
-            text = notice[8:].tobytes().rstrip(b"\0").decode(errors="replace")
-            self.failures.setdefault(failed, text)
+            failed, text = _NOTICE.unpack(notice)
+            self.failures.setdefault(failed, text.rstrip(b"\0").decode(errors="replace"))
 
     def check(self, reason: Callable[[], WaitReason] | None = None) -> None:
         """Raise ``PeerFailedError`` if this or another rank is known to have failed."""
@@ -122,10 +123,7 @@ class FailureNotices:
         failed = self.rank if rank is None else rank
         self._own = cause if failed == self.rank else ""
         self._header.write(RankState.FAILED, cause, origin=failed)
-        notice = np.zeros(_NOTICE_BYTES, np.uint8)
-        notice[:8].view(np.int64)[0] = failed
-        text = clip(cause, _NOTICE_BYTES - 8)
-        notice[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
+        notice = _NOTICE.pack(failed, clip(cause, _NOTICE_BYTES))
         with self._lock:
             for position, peer in enumerate(self._ranks):
                 if peer not in (self.rank, failed):

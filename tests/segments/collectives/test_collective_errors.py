@@ -10,8 +10,8 @@ import pytest
 from distdl_rma import ArgumentError, ClosedError, MismatchError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.segments import Allgather, Allreduce, Bcast, Group
 from distdl_rma.segments.collectives.all_push import AllPush
-from distdl_rma.segments.collectives.barrier import Barrier
 from distdl_rma.segments.collectives.collective import CollectiveSite
+from distdl_rma.segments.collectives.equality_check import EqualityCheck
 from distdl_rma.segments.collectives.reduction import element_of
 
 pytestmark = pytest.mark.mpi
@@ -83,9 +83,9 @@ def test_calls_out_of_order_raise_and_a_step_can_be_tested_until_it_is_waited_fo
     "make",
     [
         lambda segments, terms: AllPush(segments, segments.ranks, 1, np.int64, "terms", terms),
-        lambda segments, terms: Barrier(segments, segments.ranks, "terms", terms),
+        lambda segments, terms: EqualityCheck(segments, segments.ranks, "terms", terms),
     ],
-    ids=["all push", "barrier"],
+    ids=["all push", "equality check"],
 )
 def test_ranks_that_mean_something_else_by_a_name_learn_what_and_what_is_closed_says_so(segments, comm, make):
     handle = make(segments, f"width={comm.rank}")

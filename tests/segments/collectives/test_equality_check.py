@@ -239,3 +239,37 @@ def test_the_board_is_not_used_again_where_only_some_ranks_are_connected(comm):
         if comm.rank > 1:
             vote.connect()
         comm.Barrier()
+
+
+@pytest.mark.mpi
+def test_all_learn_the_largest_number_at_a_barrier(segments, comm):
+    barrier, draw = EqualityCheck(segments, segments.ranks[::-1], "largest"), random.Random(3)
+    for _ in range(100):
+        numbers = [draw.randrange(1 << 32) for _ in segments.ranks]
+        assert barrier.meet(number=numbers[comm.rank]) == max(numbers)
+    barrier.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_number_of_a_barrier_that_timed_out_counts(segments, comm):
+    barrier = EqualityCheck(segments, segments.ranks, "repeated")
+    barrier.connect()
+    comm.Barrier()
+    if comm.rank == 0:
+        with pytest.raises(ExchangeTimeout, match=r"to reach 'repeated' \(epoch 1\)"):
+            barrier.meet(timeout=0.02, number=7)
+    comm.Barrier()
+    assert barrier.meet(number=5 if comm.rank else 9) == 7
+    barrier.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.processes
+def test_a_rank_that_goes_on_in_a_call_of_mpi_leaves_nobody_waiting(segments, comm):
+    # MPI lets no progress thread in, in some of its blocking calls.
+    vote = EqualityCheck(segments, segments.ranks, "then MPI")
+    for epoch in range(20):
+        time.sleep(0.01 * (comm.rank == 1))
+        vote.start("it", epoch, 0, 0, 0)
+        assert vote.wait() and comm.allreduce(1) == comm.size
+    vote.close()

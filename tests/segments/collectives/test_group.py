@@ -76,9 +76,10 @@ def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
     second.close()
 
 
-def test_a_group_that_is_dropped_gives_its_memory_back(segments):
+def test_a_group_that_is_dropped_by_all_gives_its_memory_back(segments, comm):
     Group(segments, name="dropped").barrier()
     gc.collect()
+    comm.Barrier()
     assert "dropped (barrier)" not in segments.stats().owners
 
 

@@ -107,6 +107,7 @@ def test_the_real_halo_exchange_moves_what_was_counted(segments):
 
 
 def moved(segments, job):
+    job.connect()
     names = ("puts", "bytes_put", "gets", "bytes_got", "collectives", "bytes_collective")
     before = [getattr(segments.counters, name) for name in names]
     job.start()

@@ -93,7 +93,7 @@ def test_memory_of_an_exchange_that_was_given_up_is_kept_until_its_answer_came(c
             comm.recv(source=1)
             while _UNFINISHED.keys() - others:
                 machine.segments.progress()
-            assert all(incoming[1].any() for incoming in unfinished)
+            assert all(any(incoming[1]) for incoming in unfinished)
         elif comm.rank == 1:
             comm.recv(source=0)
             for k in range(20):
