@@ -104,9 +104,9 @@ HAND_MADE = (
     ),
     Mutant(
         "what neighbours send back replaces the own gradient",
-        "distdl_rma/layers/ops/conv/convolution.py",
-        "total[place].add_(as_tensor",
-        "total[place].copy_(as_tensor",
+        "distdl_rma/layers/ops/core/movement.py",
+        'add(target, part, out=target)\n            mark("wait")',
+        'target[...] = part\n            mark("wait")',
         _CONV,
     ),
     Mutant(
