@@ -44,7 +44,7 @@ from distdl_rma.layers.staging import from_host, to_host
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.reduction import without_fp_errors
 from distdl_rma.segments.lanes import SLOTS
-from distdl_rma.segments.large_arrays import LARGE_NBYTES, by_threads, copy
+from distdl_rma.segments.large_arrays import LARGE_NBYTES, copy
 from distdl_rma.segments.machine import Machine
 
 # Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
@@ -125,13 +125,12 @@ class OneWay:
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
         first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
         self._zeroes = not exchange.complete and [piece.target for piece in first] != [need]
-        # Types in which numpy adds and copies on a CPU, in a quarter of torch's time for small pieces: of
-        # numbers, if numpy knows these and adds as torch, and of words. None where torch does it.
-        self._numbers = NUMPY.get(dtype) if sum_dtype(dtype) == dtype else None
-        self._array_dtype = channel.dtype if exchange.disjoint else self._numbers
-        self._large = need.volume * channel.dtype.itemsize >= LARGE_NBYTES
-        # As numpy's, but neither warns nor raises; by several threads for large arrays.
-        self._add = without_fp_errors(by_threads(np.add) if self._large else np.add)
+        # Types in which numpy adds and copies small parts on a CPU, in a quarter of torch's time: of numbers,
+        # if numpy knows these and adds as torch, and of words. None where torch does it.
+        small = need.volume * dtype.itemsize < LARGE_NBYTES
+        self._numbers = NUMPY.get(dtype) if small and sum_dtype(dtype) == dtype else None
+        self._array_dtype = channel.dtype if small and exchange.disjoint else self._numbers
+        self._add = without_fp_errors(np.add)
 
     def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Start to move a local shard; return the shard in the movement's type, and the epoch."""
@@ -194,7 +193,7 @@ class OneWay:
         whole, theirs, add = self._received(y, epoch, kind, landed)
         local = ((target, own[source]) for target, source in self._mine)
         parts: _Parts = chain(islice(theirs, self._before), local, theirs)
-        fresh, large = True, self._large and kind is not None
+        fresh = True
         for where, part in parts:
             if part is None:
                 # The sender has put this part into the result.
@@ -204,12 +203,10 @@ class OneWay:
                 y.zero_()
             target = whole if where is None else whole[where]
             # The first part overwrites zeros: one pass over the memory less than a sum.
-            if not (fresh or self._disjoint):
-                add(target, part, out=target)
-            elif large:
-                copy(target, part)
-            else:
+            if fresh or self._disjoint:
                 target[...] = part
+            else:
+                add(target, part, out=target)
             fresh = False
         if fresh:
             y.zero_()
