@@ -63,8 +63,8 @@ HAND_MADE = (
     Mutant(
         "a receive takes what the epoch before left",
         "distdl_rma/segments/channel.py",
-        "[lane.notification] < lane.flag_after(epoch, step):",
-        "[lane.notification] < lane.flag_after(epoch - 1, step):",
+        "[lane.notification] < step:",
+        "[lane.notification] < step - len(lane.ends):",
         _CHANNEL,
     ),
     Mutant(
@@ -104,9 +104,9 @@ HAND_MADE = (
     ),
     Mutant(
         "what neighbours send back replaces the own gradient",
-        "distdl_rma/layers/ops/conv/convolution.py",
-        "total[place].add_(as_tensor",
-        "total[place].copy_(as_tensor",
+        "distdl_rma/layers/ops/core/movement.py",
+        'add(target, part, out=target)\n            mark("wait")',
+        'target[...] = part\n            mark("wait")',
         _CONV,
     ),
     Mutant(
@@ -168,8 +168,8 @@ HAND_MADE = (
     Mutant(
         "a tensor of own data and halo is made again without the halo",
         "distdl_rma/layers/ops/conv/convolution.py",
-        "operation.held(x, held) if operation.remakes",
-        "operation.held(x) if operation.remakes",
+        "operation.held(x, as_words(x) if x.is_cpu else x, held)",
+        "operation.held(x, as_words(x) if x.is_cpu else x)",
         _on(3, "layers/ops/conv/test_convolution.py"),
     ),
     Mutant(

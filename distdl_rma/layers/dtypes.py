@@ -67,6 +67,8 @@ BIT_WORDS: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
 # two elements.
 _WEIGHTS = np.random.Philox(1).random_raw(1 << 13) | np.uint64(1)
 _FOLD = np.uint64(29)
+# The words of types that numpy knows.
+_WORDS = {dtype: BIT_WORDS[dtype.itemsize][1] for dtype in NUMPY}
 _SUMS = {dtype: kind.sums for dtype, kind in _KINDS.items() if kind.sums is not None}
 
 
@@ -134,13 +136,18 @@ SHOWN: WeakSet[_Shown] = WeakSet()
 
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """Bits of a CPU tensor as numpy words, in its shape; copies only lazy conjugates or negatives."""
+    word = _WORDS.get(tensor.dtype)
+    if word is not None and not MOVING:
+        # Two calls, of which numpy's view takes a third of torch's.
+        numbers: NDArray[Any] = tensor.numpy(force=True).view(word)
+        return numbers
     plain = tensor.detach() if tensor.requires_grad else tensor
     # A real tensor may be a lazy negative, such as the imaginary part of a conjugate.
     if plain.dtype.is_complex or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    word = BIT_WORDS[plain.dtype.itemsize][0]
+    bits = BIT_WORDS[plain.dtype.itemsize][0]
     try:
-        words = plain if plain.dtype == word else plain.view(word)
+        words = plain if plain.dtype == bits else plain.view(bits)
         return np.asarray(_Shown(words)) if MOVING else words.numpy()
     except RuntimeError:
         if not plain._is_zerotensor():

@@ -159,7 +159,8 @@ class Channel:
         time: nothing was put then, and the call can be repeated. ``ShapeError`` if there are fewer arrays
         than sends: the call can be repeated with all of them.
         """
-        self._check()
+        if self._closed or self._manager.closed:
+            self._check()
         if self._started - self._finished >= SLOTS:
             # If a failed rank interrupted the epochs, that is the error to raise.
             self._manager.notices.check()
@@ -187,9 +188,11 @@ class Channel:
                     # A message to another node travels as a whole.
                     if not lane.staged and at == lane.ends[step] and step + 1 < len(lane.ends):
                         step += 1
-                        lane.raise_data_flag(lane.flag_after(epoch, step))
-                lane.announce(epoch)
-                if not lane.staged:
+                        lane.raise_data_flag((epoch - 1) * len(lane.ends) + step)
+                if lane.staged:
+                    lane.announce(epoch)
+                else:
+                    lane.raise_data_flag(epoch * len(lane.ends))
                     counters.puts += 1
                     counters.bytes_put += lane.nbytes
         except StopIteration:
@@ -222,18 +225,20 @@ class Channel:
         another call; ``ExchangeTimeout`` if a peer does not send in time, or does not take this rank's puts.
         """
         self._check_next(epoch)
+        manager = self._manager
         for lane in self._incoming:
-            begin, views = 0, lane.views[epoch % SLOTS]
-            for step, end in enumerate(lane.ends, 1):
-                if self._flags[lane.notification] < lane.flag_after(epoch, step):
-                    self._wait(lane, lane.flag_after(epoch, step), epoch, "send", timeout)
+            begin, views, before = 0, lane.views[epoch % SLOTS], (epoch - 1) * len(lane.ends)
+            for step, end in enumerate(lane.ends, before + 1):
+                if self._flags[lane.notification] < step:
+                    self._wait(lane, step, epoch, "send", timeout)
                 self._acquire()
                 if epoch in self._recorded:
                     self._recorded[epoch]()
                 yield from zip(lane.pieces[begin : end + 1], views[begin : end + 1], strict=True)
                 begin = end + 1
                 # A caller may resume an abandoned iterator after another one has received the epoch.
-                self._check_next(epoch)
+                if self._closed or manager.closed or self._finished != epoch - 1:
+                    self._check_next(epoch)
         self._finish(epoch, timeout)
 
     def void(self) -> None:
@@ -332,7 +337,8 @@ class Channel:
             raise self._manager.closed_error(f"channel of {self.name!r}")
 
     def _check_next(self, epoch: int) -> None:
-        self._check()
+        if self._closed or self._manager.closed:
+            self._check()
         if epoch != self._finished + 1 or epoch > self._started:
             self._manager.notices.check()
             known = f"started are {self._started}, received {self._finished}"

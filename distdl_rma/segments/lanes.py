@@ -52,7 +52,7 @@ class Lane:
     raises the data flag after each piece listed in ``ends``, the last piece included.
 
     The data flag counts steps over all epochs: with three steps an epoch it is 3 after epoch 1, and 4 after
-    the first step of epoch 2 (``flag_after``). So one word tells the epoch and how far its message is.
+    the first step of epoch 2. So one word tells the epoch and how far its message is.
 
     The other fields are set once the peer's buffer ``remote`` is known. ``views`` are the pieces in both
     slots, or with ``lands`` in the results, without slots. ``staged`` are both staging areas if this rank
@@ -84,10 +84,9 @@ class Lane:
         """Bytes from one slot to the other."""
         return aligned(self.nbytes)
 
-    def flag_after(self, epoch: int, steps: int | None = None) -> int:
-        """Value of the data flag after some steps of an epoch, all of them if None."""
-        every = len(self.ends)
-        return (epoch - 1) * every + (every if steps is None else steps)
+    def flag_after(self, epoch: int) -> int:
+        """Value of the data flag after all steps of an epoch."""
+        return epoch * len(self.ends)
 
     def bind_incoming(self, remote: RemoteBuffer, buffer: SegmentBuffer, dtype: np.dtype[Any]) -> None:
         """Bind a received message to the slots of this rank's buffer."""
@@ -111,11 +110,10 @@ class Lane:
         self._cut(slots)
 
     def announce(self, epoch: int) -> None:
-        """Raise the peer's data flag after a whole message; a staged message is put first."""
-        if self.staged:
-            parity = epoch % SLOTS
-            there = self.remote.note[0] + parity * self.stride
-            self.remote.put_stable(self.staged[parity].view(np.uint8), there)
+        """Put a staged message, and raise the peer's data flag after the whole of it."""
+        parity = epoch % SLOTS
+        there = self.remote.note[0] + parity * self.stride
+        self.remote.put_stable(self.staged[parity].view(np.uint8), there)
         self.raise_data_flag(self.flag_after(epoch))
 
     def _own_slot(self, buffer: SegmentBuffer, dtype: np.dtype[Any], parity: int) -> Array:

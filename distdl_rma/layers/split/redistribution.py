@@ -32,11 +32,11 @@ import torch
 from distdl_rma.errors import UnsupportedError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.arithmetic import reduction_dtype
-from distdl_rma.layers.dtypes import sum_dtype
+from distdl_rma.layers.dtypes import as_numbers, sum_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first_derivative
-from distdl_rma.layers.ops.core.order import reduction_of
+from distdl_rma.layers.ops.core.order import Reduces, reduction_of
 from distdl_rma.layers.ops.core.staged import Moves, movement_between
-from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
+from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.site import Site, may_move
 from distdl_rma.layers.staging import down, up
@@ -49,15 +49,17 @@ def reduced(
     """Reduction of a local tensor over some ranks, outside of autograd; blocking, equal on all of them."""
     if len(ranks) == 1 or not x.numel():
         return x.detach().clone()
-    wide = sum_dtype(x.dtype)
+    wide, some, machine = sum_dtype(x.dtype), tuple(ranks), site.machine
 
-    key, some, name = (op, what, ranks, x.shape, wide), tuple(ranks), f"{site.name} ({what or op})"
-    machine, element = site.machine, reduction_dtype(wide)
-    sums = site.kept(key, lambda: reduction_of(machine, ranks, x.numel(), element, op, name), some)
-    with machine.trace.span("wait", site.name):
-        flat = x.detach().to(wide).reshape(-1)
-        result = as_tensor(sums(as_array(flat if x.is_cpu else down(flat))), wide)
-    result = result.view(x.shape).to(x.dtype, copy=True)
+    def make() -> Reduces:
+        name = f"{site.name} ({what or op})"
+        return reduction_of(machine, some, x.numel(), reduction_dtype(wide), op, name)
+
+    sums = site.kept((op, what, some, x.shape, wide), make, some)
+    own = x if x.dtype is wide and x.is_cpu else down(x.detach().to(wide))
+    # Copied: the next sum but one overwrites the total.
+    found = as_tensor(sums(as_numbers(own).reshape(-1)).reshape(x.shape), wide)
+    result = found.clone() if x.dtype is wide else found.to(x.dtype)
     return result if x.is_cpu else up(result, x.device)
 
 

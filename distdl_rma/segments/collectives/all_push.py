@@ -93,7 +93,8 @@ class AllPush:
 
     def start(self, row: NDArray[Any]) -> None:
         """Push a copy of this rank's vector; does not wait. The first start connects, which blocks."""
-        self._check()
+        if self._closed or self._manager.closed:
+            self._check()
         if self.epoch != self._waited:
             # An error may have interrupted the epoch: raise its cause first.
             self._manager.notices.check()
@@ -145,7 +146,8 @@ class AllPush:
 
         They lie in the segment, and are valid until the next start but one.
         """
-        self._check()
+        if self._closed or self._manager.closed:
+            self._check()
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.missing, timeout)
         self._waited = self.epoch

@@ -116,7 +116,8 @@ class Collective:
     @property
     def active(self) -> Array:
         """Buffer to write the next operand to, in the segment; not cleared."""
-        self._check()
+        if self._closed or self._manager.closed or self._algorithm.broken:
+            self._check()
         return self._operands[(self._steps + 1) & 1]
 
     @property

@@ -26,7 +26,7 @@ first gather all that their outputs read (``WindowGather``), and torch's autogra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -61,9 +61,10 @@ from distdl_rma.layers.ops.core.operation import Agreement, GatherComputeScatter
 from distdl_rma.layers.ops.core.order import in_order, outputs_of
 from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES
 from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
-from distdl_rma.layers.ops.core.tensors import AUTOCASTS, as_tensor, no_autocast
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 from distdl_rma.layers.ops.window_gather import WindowGather
 from distdl_rma.layers.staging import to_host
+from distdl_rma.segments.large_arrays import LARGE_NBYTES, copy
 
 # Records in the trace which part of the schedule begins.
 Mark = Callable[[str], object]
@@ -178,6 +179,7 @@ class Convolution(GridConvolution):
         # A rank that owns data sends it, even if it computes nothing.
         self.works, self._sum_dtype, own = True, sum_dtype(dtype), source.box(rank)
         self.sums_exactly = self._sum_dtype == dtype
+        self._large = own.volume * dtype.itemsize >= LARGE_NBYTES
         widened = dict(enumerate(stencil.with_halo(space, source.shape[LEADING:]), LEADING))
         self.halo = Movement(machine, Exchange(rank, source, reads.with_splits(widened)), dtype, site.name)
         (first, last), (batches, _, *outputs) = reads.box(rank).bounds[1], computed.box(rank).bounds
@@ -195,10 +197,9 @@ class Convolution(GridConvolution):
         # What convolves own data: the patch, or a large one in pieces.
         core = None if parts.core is None else in_pieces(parts.core, self._shape[1], dtype)
         self.core: Patch | InPieces | None = core
-        # Places of own data and of received pieces in the rim's tensors, and of sent pieces in own data.
+        # Places of own data and of received pieces in the rim's tensors.
         self.own = parts.landing(own)
         self.landings = [parts.landing(piece.box) for piece in self.halo.forward.receives]
-        self._edges = [piece.box.slices(own) for piece in self.halo.forward.sends]
         # Where the rim's tensors have own data and are large, only the halo is saved for the backward.
         nbytes = sum(patch.held.volume for patch in parts.rim) * dtype.itemsize
         self.remakes = bool(self.own) and nbytes >= SMALLEST_NBYTES
@@ -239,8 +240,9 @@ class Convolution(GridConvolution):
         machine, name = self.site
         mark, channel, parts = machine.trace.marks(name), self.halo.forward, self.parts
         mark("start")
+        own = as_words(x) if x.is_cpu else x
         # A rank that owns nothing may pass a tensor of any shape without elements.
-        edges = channel.cut(as_words(x) if x.is_cpu else x) if channel.sends else ()
+        edges = channel.cut(own) if channel.sends else ()
         # On a device the edges come down while the core's kernels run.
         leaving = to_host(edges) if edges and not x.is_cpu else None
         epoch = channel.start(edges) if leaving is None else 0
@@ -257,23 +259,31 @@ class Convolution(GridConvolution):
             y = core.convolve(x, block, bias)
         if leaving is not None:
             epoch = channel.start(leaving.wait())
-        return epoch, y, self.held(x), block, bias, mark
+        return epoch, y, *self.held(x, own), block, bias, mark
 
-    def held(self, x: Tensor, halo: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def held(self, x: Tensor, own: Any, halo: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Any]]:
         """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ().
 
         The forward gets the memory from here and receives the halo into it. A backward that saved only the
-        received pieces (``remakes``) passes them as ``halo``, and gets equal tensors again.
+        received pieces (``remakes``) passes them as ``halo``, and gets equal tensors again. ``own`` are the
+        words of ``x``, and the second list has those of the tensors; on a device, the tensors themselves.
         """
-        found: tuple[Tensor, ...] = ()
+        tensors: list[Tensor] = []
+        found: list[Any] = []
+        large = self._large and x.is_cpu
         for patch in self.parts.rim:
-            found = *found, patch.hold(self.dtype, x)
+            block, elements = patch.hold(self.dtype, x)
+            tensors += (block,)
+            found += (elements,)
         for number, there, here in self.own:
-            found[number][there] = x[here]
+            if large:
+                copy(found[number][there], own[here])
+            else:
+                found[number][there] = own[here]
         if halo:
             for (number, there, _), part in zip(chain(*self.landings), halo, strict=True):
-                found[number][there] = part
-        return found
+                found[number][there] = as_words(part) if x.is_cpu else part
+        return tensors, found
 
     def send_back(self, found: Sequence[Found], x: Tensor) -> int:
         """Start to send the gradients of the rim's tensors to the owners of the data; return the epoch.
@@ -286,7 +296,7 @@ class Convolution(GridConvolution):
         channel, arrays, pieces = self.halo.adjoint, [], []
         blank, kind = (np.zeros, channel.dtype) if x.is_cpu else (x.new_zeros, self.dtype)
         for _, edge, *_ in found:
-            arrays += [as_words(edge) if x.is_cpu else edge]
+            arrays += (as_words(edge) if x.is_cpu else edge,)
         for piece, landing in zip(channel.sends, self.landings, strict=True):
             whole: Any = None
             for number, there, here in landing:
@@ -314,13 +324,7 @@ class Convolution(GridConvolution):
                 total[here] = part
         total = torch.zeros_like(x) if total is None else total
         total = total if self.sums_exactly else total.to(self._sum_dtype)
-        adjoint = self.halo.adjoint
-        received: Any = adjoint.receive(epoch) if x.is_cpu else uploaded(adjoint, epoch, self.dtype, x.device)
-        if self.site.machine.trace.recording is not None:
-            received = _recorded(received, mark)
-        # No other code refers to this tensor.
-        for (_, words), place in zip(received, self._edges, strict=True):
-            total[place].add_(as_tensor(words, self.dtype) if x.is_cpu else words)
+        self.halo.backwards.add_to(total, epoch, mark)
         # An input without elements may have any type.
         return total if self.sums_exactly else total.to(x.dtype)
 
@@ -381,17 +385,9 @@ def convolve(
     return y if operation.scatter is None else operation.scatter(y, needs.any), needs
 
 
-# Epoch of a halo under way; outputs, or None before the halo is there; the rim's tensors; this rank's blocks
-# of weight and bias; and the function that records the trace.
-_Started = tuple[int, Any, tuple[Tensor, ...], Tensor, Tensor | None, Mark]
-
-
-def _recorded(received: Iterator[Any], mark: Mark) -> Iterator[Any]:
-    mark("wait")
-    for each in received:
-        mark("fuse")
-        yield each
-        mark("wait")
+# Epoch of a halo under way; outputs, or None before the halo is there; the rim's tensors, and their elements;
+# this rank's blocks of weight and bias; and the function that records the trace.
+_Started = tuple[int, Any, list[Tensor], list[Any], Tensor, Tensor | None, Mark]
 
 
 def _begin_and_agree(
@@ -430,21 +426,17 @@ class _HaloSchedule(OperatorFunction):
             started = agreed[0].begin(x, weight, bias)
         else:
             started = _begin_and_agree(agreement, agreed, x, weight, bias)
-        arrays: Any
         received: Any
-        (epoch, y, held, block, rows, mark), (operation, needs) = started, agreed
+        (epoch, y, held, elements, block, rows, mark), (operation, needs) = started, agreed
         parts, landings, kept = operation.parts, operation.landings, held
         mark("wait")
-        channel, arrays = operation.halo.forward, held
-        if x.is_cpu:
-            arrays, received = [*map(as_words, held)], channel.receive(epoch)
-        else:
-            received = uploaded(channel, epoch, operation.dtype, x.device)
+        channel = operation.halo.forward
+        received = channel.receive(epoch) if x.is_cpu else uploaded(channel, epoch, operation.dtype, x.device)
         for (_, view), landing in zip(received, landings, strict=True):
             for number, there, here in landing:
-                arrays[number][there] = view[here]
+                elements[number][there] = view[here]
         if operation.remakes:
-            kept = tuple(held[number][there].clone() for number, there, _ in chain(*landings))
+            kept = [held[number][there].clone() for number, there, _ in chain(*landings)]
         for patch, data in zip(parts.rim, held, strict=True):
             mark("remote")
             if patch is parts.base:
@@ -476,7 +468,8 @@ class _HaloSchedule(OperatorFunction):
         mark = ctx.machine.trace.marks(operation.site.name, backward=True)
         mark("remote")
         found: tuple[Found, ...] = ()
-        held = operation.held(x, held) if operation.remakes else held
+        if operation.remakes:
+            held, _ = operation.held(x, as_words(x) if x.is_cpu else x, held)
         for patch, data in zip(parts.rim, held, strict=True):
             found = *found, (patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *needs)))
         epoch, d_x, d_weight, d_bias = 0, None, None, None

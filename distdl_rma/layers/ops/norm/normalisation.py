@@ -212,7 +212,7 @@ class _Scaling:
         groups = plan.statistics.groups
         self.plan, self.shift = plan, None if shifted is None else shifted.of_rows
         inverse = variance + plan.eps
-        np.divide(1, np.sqrt(inverse, out=inverse), out=inverse)
+        np.reciprocal(np.sqrt(inverse, out=inverse), out=inverse)
         rest = mean if shifted is None else mean - shifted.shift
         self.of_groups = inverse, rest
         self.inverse, self.rest = groups.spread(inverse), groups.spread(rest)

@@ -223,6 +223,8 @@ class Statistics:
         # Values that this rank sends: means of its elements, and squares about them.
         self._pair: Array = np.zeros((PAIR, *groups.shape))
         self._row = self._pair.reshape(-1)
+        # Sums of the elements and of their squares, of one call; None where rows are groups.
+        self._sums = None if groups.shape == groups.rows else np.empty_like(self._pair)
         # Cache of _view: there are few buffers, and they stay.
         self._views: list[tuple[Array, Array]] = []
 
@@ -281,7 +283,7 @@ class Statistics:
     def _compute_own(self, x: Tensor) -> Shifted | None:
         # Writes mean and squares of the local elements of each group.
         rows, groups, (mean, squares) = self.rows, self.groups, self._pair
-        total, found = groups.sums(rows.sums(x, x))
+        total, found = groups.sums(rows.sums(x, x), self._sums)
         if not self.centred:
             squares[...] = found
             if np.isnan(squares).any():
@@ -292,7 +294,8 @@ class Statistics:
         np.divide(total, self._length, out=mean)
         total *= mean
         np.subtract(found, total, out=squares)
-        if np.logical_and.reduce(squares * _CANCELLED >= found, None):
+        # All of them are true: bytes without a zero, which takes a third of the time of numpy's reduction.
+        if 0 not in (squares * _CANCELLED >= found).tobytes():
             return None
         # Squares about the local mean, so a large mean hides no small variance.
         x = x.to(sum_dtype(x.dtype))

@@ -74,7 +74,7 @@ def test_parts_of_any_dimension_add_up_to_the_whole_and_so_do_their_adjoints(see
     y, d_weight, d_reads = torch.zeros_like(expected), torch.zeros_like(weight), torch.zeros_like(whole)
     for patch in (*(() if joins else (parts.core,)), *parts.rim):
         # A patch of the rim holds zeros beside its data; own data may be anything.
-        held = patch.hold(x.dtype)
+        held, _ = patch.hold(x.dtype)
         mine = patch.held if patch is parts.core else patch.data & patch.region
         held[mine.slices(patch.held)] = x[mine.slices(parts.domain)]
         y[patch.place] += patch.convolve(held, weight)
