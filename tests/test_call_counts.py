@@ -7,7 +7,6 @@ import time
 import pytest
 
 from distdl_rma import Machine
-from distdl_rma.layers.split import layout
 from distdl_rma.layers.split.calls.loss_origin import LOSS_ORIGIN
 from tests.call_counts import (
     LAYERS,
@@ -32,19 +31,19 @@ MOST = {
     "max pool 3x3": (Calls(52, 51), Calls(31, 34)),
     "linear": (Calls(41, 31), Calls(0, 0)),
     "relu": (Calls(10, 17), Calls(0, 0)),
-    "mse loss": (Calls(150, 163), Calls(4, 4)),
+    "mse loss": (Calls(40, 49), Calls(4, 4)),
 }
 # What another module adds to a call of a distributed model, torch's own calls of modules included.
 MOST_OF_MODULES = {
-    "module: convolution": (Calls(69, 74), Calls(37, 36)),
-    "module: instance norm": (Calls(76, 70), Calls(45, 44)),
-    "module: batch norm": (Calls(75, 94), Calls(45, 44)),
-    "module: max pool 3x3": (Calls(76, 62), Calls(35, 29)),
-    "module: linear": (Calls(56, 51), Calls(14, 14)),
-    "module: relu": (Calls(26, 31), Calls(0, 0)),
+    "module: convolution": (Calls(56, 60), Calls(37, 36)),
+    "module: instance norm": (Calls(67, 70), Calls(45, 44)),
+    "module: batch norm": (Calls(68, 94), Calls(45, 44)),
+    "module: max pool 3x3": (Calls(75, 62), Calls(35, 29)),
+    "module: linear": (Calls(54, 49), Calls(14, 14)),
+    "module: relu": (Calls(24, 31), Calls(0, 0)),
 }
 # Begin and end of a call, a convolution of 1x1, and what every backward takes.
-MOST_OF_A_MODEL = Calls(136, 140), Calls(75, 68)
+MOST_OF_A_MODEL = Calls(126, 134), Calls(75, 68)
 
 # Of layers that take plain shards, whose ranks agree on the shapes of each call.
 MOST_OF_LAYERS = {
@@ -53,18 +52,13 @@ MOST_OF_LAYERS = {
     "DistributedUpsample": (Calls(41, 44), Calls(19, 33)),
     "DistributedGroupNorm": (Calls(79, 86), Calls(82, 92)),
     "DistributedBatchNorm2d": (Calls(90, 91), Calls(82, 90)),
-    "DistributedMSELoss": (Calls(201, 214), Calls(19, 25)),
+    "DistributedMSELoss": (Calls(91, 99), Calls(19, 25)),
 }
 
 
-def forget_other_tests(monkeypatch):
-    # Their models are still there, and some of their layouts left out ranks.
-    monkeypatch.setattr(LOSS_ORIGIN, "on", [])
-    monkeypatch.setattr(layout, "LEAVING_OUT", [])
-
-
 def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
-    forget_other_tests(monkeypatch)
+    # Models of other tests are still there.
+    monkeypatch.setattr(LOSS_ORIGIN, "on", [])
     for name, call in steps(Machine.of(P_world)):
         found = [most(profile) for profile in profiles(call)]
         within = [calls.within(limit) for calls, limit in zip(found, MOST[name], strict=True)]
@@ -72,7 +66,8 @@ def test_a_call_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
 
 
 def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
-    forget_other_tests(monkeypatch)
+    # Models of other tests are still there.
+    monkeypatch.setattr(LOSS_ORIGIN, "on", [])
     machine = Machine.of(P_world)
     counted = [(name, of_a_module(machine, make), MOST_OF_MODULES[name]) for name, make in modules()]
     for name, found, limits in (*counted, ("model", of_a_model(machine, []), MOST_OF_A_MODEL)):
@@ -81,8 +76,7 @@ def test_a_module_of_a_distributed_model_takes_no_more_calls_than_it_did(P_world
         assert within, f"{name}: forward {ahead}, backward {back}"
 
 
-def test_a_layer_takes_no_more_calls_than_it_did(P_world, comm, monkeypatch):
-    forget_other_tests(monkeypatch)
+def test_a_layer_takes_no_more_calls_than_it_did(P_world, comm):
     machine = Machine.of(P_world)
     for name, limits in MOST_OF_LAYERS.items():
         ahead, back = map(most, of_a_layer(machine, name, *LAYERS[name]))
