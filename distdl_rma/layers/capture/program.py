@@ -39,7 +39,8 @@ from distdl_rma.layers.capture.recording import CONSTANT, INPUT, STATE, Recorder
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.ops.core.tensors import no_autocast
 
-_LITERAL = (bool, int, str, type(None))
+# Bytes of saved tensors from which on they are freed while the backward runs.
+_MUCH = 1 << 22
 
 
 class Kept(NamedTuple):
@@ -98,12 +99,14 @@ class Program:
         ready = [-1 if slot is None else last.get(memory[slot.number], -1) for slot in found]
         returned = {f"v{slot.number}" for slot in found if slot is not None and slot.number in made}
         self.pieces, ends = list[list[int]](), dict[int, str]()
-        piece, size = list[int](), 0
+        # torch frees what a node has saved when the node has run. Much of it: the first one returns at once.
+        piece, size, much = list[int](), 0, sum(recorder.tensors[n].nbytes for n in behind) > _MUCH
         for at in [*range(-1, len(back))]:
             new = [n for n, when in enumerate(ready) if when == at]
             piece += new
             size += sum(recorder.tensors[slot.number].nbytes for n in new if (slot := found[n]))
-            if at == len(back) - 1 or (new and size > nbytes and max(ready) > at):
+            full = (new and size > nbytes and max(ready) > at) or (much and at < 0)
+            if at == len(back) - 1 or full:
                 end = f"some += {self._text(tuple(found[n] for n in piece))}"
                 # Nobody else may hold a gradient: torch then keeps it, and copies nothing.
                 over = returned.intersection(_NAMES.findall(end))
@@ -126,10 +129,12 @@ class Program:
     def _function(
         self, steps: Sequence[Step], arguments: Sequence[str], ends: dict[int, str]
     ) -> Callable[..., Any]:
-        # ``ends`` are lines before the step with that number.
-        lines, stay = [f"def function({', '.join(arguments)}):"], {*arguments}
-        stay |= {name for end in ends.values() for name in _NAMES.findall(end)}
-        made = {f"v{slot.number}" for step in steps for slot in _slots(step.results)}
+        # ``ends`` are lines before the step with that number. The names in them stay until then.
+        lines, stay = (
+            [f"def function({', '.join(arguments)}):"],
+            {*_NAMES.findall(" ".join(ends.values()))},
+        )
+        made = {f"v{slot.number}" for step in steps for slot in _slots(step.results)} | {*arguments}
         last = {f"v{n}": at for n, at in _last_uses(steps).items()}
         for at, step in enumerate(steps):
             lines += [f" {ends[at]}"] if at in ends else []

@@ -90,7 +90,7 @@ class Pair:
 
 def of_size(size):
     """A grid of all ranks."""
-    return {2: (2, 1), 3: (3, 1), 4: (2, 2)}[size]
+    return {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2)}[size]
 
 
 def convs(dims, norm):
@@ -151,6 +151,7 @@ def test_a_public_model_trains_as_the_split_one(P_world, name):
         assert kinds(pair.train(public.inputs, zoo.loss_of, steps=3)) == [True]
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 def test_many_functions_random_numbers_and_containers(P_world):
     torch.manual_seed(3)
     with Pair(Many(), {"H": -1}) as pair:
@@ -159,6 +160,7 @@ def test_many_functions_random_numbers_and_containers(P_world):
         assert model(torch.rand(2, 1, 24, 16, generator=torch.Generator().manual_seed(1)))["size"][1] == 3
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 def test_loops(P_world):
     """Accumulation, two forwards before a backward, clipping, an average of weights, and a frozen layer."""
     torch.manual_seed(3)
@@ -414,6 +416,7 @@ class Trainer:
         return self.model(x).mean()
 
 
+@pytest.mark.sizes(1, 2, 3, 4)
 def test_a_step_with_its_loss(P_world):
     torch.manual_seed(3)
     with Pair(convs(2, nn.BatchNorm2d(4))) as pair:

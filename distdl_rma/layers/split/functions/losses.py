@@ -34,7 +34,7 @@ from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
-from distdl_rma.layers.split.calls.site import Site, site_of
+from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import Warned, checked_rule, raise_as_torch
 from distdl_rma.layers.split.functions.shapes import frozen, uncut
@@ -43,7 +43,6 @@ from distdl_rma.layers.split.operands import (
     as_part,
     as_whole,
     common_layout,
-    machine_of,
     of_any_cut,
     on_whole_tensors,
     site_for,
@@ -145,7 +144,7 @@ def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return SplitTensor(y, layout)
     total = y if plan.how == "sum" else y.sum(dtype=sum_dtype(y.dtype))
     if len(plan.ranks) > 1:
-        total = summed(site_of(machine_of(args[0]), func), total, plan.ranks)
+        total = summed(site_for(func, args[0]), total, plan.ranks)
     if plan.divisor is not None:
         total = total / plan.divisor
     return SplitTensor(total if total.dtype is y.dtype else total.to(y.dtype), plan.layout)
