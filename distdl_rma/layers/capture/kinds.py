@@ -4,20 +4,24 @@ A recording has no branches. All that its Python code may branch on has to be as
 
     facts    of the arguments: layouts, shapes, strides and types of tensors, all other values;
              modes of torch; requires_grad, shape, strides and type of each parameter and buffer
-    state    of the modules: the very objects that they have as attributes, in lists and dicts among these,
-             and as hooks; numbers and texts may also be equal ones
+    state    the very objects that modules and functions hold and name (``State``); numbers and texts may
+             also be equal ones
 
-Both are read in each call, by a few functions in C: ``state`` is one flat list. What a model reads elsewhere,
-as a global variable or an attribute of an object that is no module, is not seen.
+Both are read in each call, by a few functions in C: ``state`` is one flat list.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -38,7 +42,11 @@ _PLAIN = (
     slice,
     range,
 )
-_HOLDERS = (dict, list, set)
+_ROUNDED = float, complex
+_HOLDERS = (dict, list, set, tuple)
+# Of longer lists, so many elements are entered.
+_MANY = 1000
+_LIBRARIES = {"torch", "numpy", "distdl_rma", "mpi4py", *sys.stdlib_module_names}
 _of_tensor = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -78,7 +86,7 @@ class Given:
             if type(x) not in _PLAIN:
                 raise NotCapturedError(f"an argument is of type {type(x).__name__}")
             # 1, 1.0 and True are equal.
-            return type(x), x
+            return type(x), repr(x) if type(x) in _ROUNDED else x
         split = isinstance(x, SplitTensor)
         block = checked_block(x) if isinstance(x, SplitTensor) else x
         if block.layout is not torch.strided or (not split and x.requires_grad and torch.is_grad_enabled()):
@@ -113,131 +121,187 @@ def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """The user's hooks before and after the forward of a module."""
-    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-    return [each for each in hooks if not str(each.__module__).startswith("distdl_rma.")]
-
-
-class Variables:
-    """What a function reads beside its arguments: of closures, globals that it names, and of its object."""
-
-    def __init__(self, function: Any) -> None:
-        inner = getattr(function, "__func__", function)
-        if not hasattr(inner, "__code__"):
-            raise NotCapturedError(f"{function!r} is no function or method")
-        code, owner = inner.__code__, getattr(function, "__self__", None)
-        self._cells = dict(zip(code.co_freevars, inner.__closure__ or (), strict=True))
-        tables = inner.__globals__, {} if owner is None or isinstance(owner, nn.Module) else vars(owner)
-        self._tables = [(table, [name for name in code.co_names if name in table]) for table in tables]
-        self.owner = {"self": owner} if isinstance(owner, nn.Module) else {}
-
-    def read(self) -> dict[str, Any]:
-        """All of them, now."""
-        found = {name: cell.cell_contents for name, cell in self._cells.items()}
-        for table, names in self._tables:
-            found.update((name, table[name]) for name in names)
-        return found | self.owner
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Set those that have other values."""
-        for name, cell in self._cells.items():
-            cell.cell_contents = values[name]
-        for table, names in self._tables:
-            table.update((name, values[name]) for name in names)
-
-
 class State:
-    """What the modules of a step hold, in their own lists and dicts, which are read again in each call.
+    """What the calls of a step may branch on, or change, beside their arguments; read again in each call.
 
-    ``step`` is a function that calls the model, None for the model itself.
+    It is found by a walk, in which each object is met once::
+
+        module                    its attributes, its hooks, and its forward unless that is torch's
+        list, dict, set, tuple    all in it
+        function, method          the variables that its code and code within it name: of closures, globals,
+                                  attributes of its object and of classes of that
+        other object              those of its attributes that the function names which led to it
+
+    Objects of torch, numpy and this library are not entered. ``step`` is a function that calls the model,
+    None for the model itself.
     """
 
     def __init__(self, model: nn.Module, step: Callable[..., Any] | None = None) -> None:
+        # Lists, dicts and sets, with their places; tables of variables, and which of them; cells of closures.
         self.holders: list[Any] = []
         self.paths: list[str] = []
+        self._tables: list[tuple[Any, list[str]]] = []
+        self._cells: list[tuple[str, Any]] = []
         self.modules: list[nn.Module] = []
-        self._variables = [Variables(each) for each in ([] if step is None else [step])]
-        self._variables += [Variables(hook) for part in model.modules() for hook in hooks_of(part)]
-        roots: dict[str, Any] = {"": model}
-        for each in self._variables:
-            roots |= each.read()
-        for name, root in roots.items():
-            self._look(name, root)
-        self._contents = [each.values() if isinstance(each, dict) else each for each in self.holders]
+        # Generators of random numbers of Python and numpy.
+        self.generators: list[Any] = []
+        self._met: dict[int, Any] = {}
+        for path, root in (("", model), ("", step), ("", random._inst), ("", np.random.mtrand._rand)):  # type: ignore[attr-defined]
+            self._look(path, root, frozenset())
+        self._contents = [part for x in self.holders for part in ((x, x.values()) if _is_dict(x) else (x,))]
         self.then = self.held()
-        parts = [(name, root) for name, root in roots.items() if isinstance(root, nn.Module)]
-        learnt = [each for name, root in parts for each in root.named_parameters(name)]
-        buffers = [each for name, root in parts for each in root.named_buffers(name)]
+        parameters = [(name, x) for part in self._roots() for name, x in part.named_parameters()]
+        buffers = [(name, x) for part in self._roots() for name, x in part.named_buffers()]
         others = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
         # Each tensor once, by its first name: parameters, buffers, and attributes that are neither.
-        once = {x: name for name, x in reversed([*learnt, *buffers, *others])}
+        once = {x: name for name, x in reversed([*parameters, *buffers, *others])}
         named = {name: x for x, name in reversed([*once.items()])}
         self.tensors = [*named.values()]
         # Parameters with gradients, in torch's order, and all other tensors, whose values calls may change.
-        self.learnt = {
-            name: x for name, x in named.items() if x.requires_grad and isinstance(x, nn.Parameter)
-        }
+        self.learnt = {once[x]: x for _, x in parameters if x.requires_grad}
         self.fixed = {name: x for name, x in named.items() if not x.requires_grad}
         self.facts = self.of_tensors()
 
-    def _look(self, name: str, root: Any) -> None:
-        # Modules, and what they hold; each once.
-        for path, module in root.named_modules(prefix=name) if isinstance(root, nn.Module) else ():
-            if module not in self.modules:
-                self.modules.append(module)
-                self._hold(path, own := vars(module))
-                for key, each in own.items():
-                    self._hold(f"{path}.{key}" if path else key, each)
-        self._hold(name, root)
+    def _roots(self) -> list[nn.Module]:
+        inner = {child for module in self.modules for child in module.children()}
+        return [module for module in self.modules if module not in inner]
 
-    def _hold(self, path: str, x: Any) -> None:
-        if type(x) in _HOLDERS or isinstance(x, dict):
-            self.holders.append(x)
-            self.paths.append(path)
+    def _look(self, path: str, x: Any, names: frozenset[str]) -> None:
+        if id(x) in self._met or type(x) in _PLAIN or isinstance(x, (torch.Tensor, type, ModuleType)):
+            return
+        self._met[id(x)] = x
+        if isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
+            self.generators.append(x)
+        elif isinstance(x, nn.Module):
+            self.modules.append(x)
+            self._look(path, vars(x), names)
+            self._look(path, x.forward, names)
+        elif type(x) in _HOLDERS or _is_dict(x):
+            if not isinstance(x, tuple):
+                self.holders.append(x)
+                self.paths.append(path)
+            for key, each in [*x.items()] if _is_dict(x) else [*enumerate(x)][:_MANY]:
+                self._look(f"{path}.{key}" if path else str(key), each, names)
+        elif isinstance(x, (FunctionType, MethodType)):
+            self._function(x)
+        elif isinstance(x, partial):
+            for each in (x.func, x.args, x.keywords):
+                self._look(path, each, names)
+        elif not _is_of_library(type(x)):
+            self._object(path, x, names)
+
+    def _object(self, path: str, x: Any, names: frozenset[str]) -> None:
+        called = getattr(type(x), "__call__", None)
+        if isinstance(called, FunctionType):
+            names = names | _names_in(called.__code__)
+            self._function(MethodType(called, x))
+        if not hasattr(x, "__dict__"):
+            raise NotCapturedError(f"{path} is of type {type(x).__name__}, whose attributes are not seen")
+        self._table(path, vars(x), names, names)
+
+    def _function(self, function: Any) -> None:
+        inner, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
+        if not isinstance(inner, FunctionType) or _is_of_library(inner):
+            return
+        names = _names_in(inner.__code__)
+        for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
+            self._cells.append((name, cell))
+            self._look(name, _content(cell), names)
+        self._table("", inner.__globals__, names, names)
+        classes = [] if owner is None else type(owner).__mro__
+        for each in classes:
+            if not _is_of_library(each):
+                self._table("", vars(each), names, names)
+                for method in (x for name, x in vars(each).items() if name in names):
+                    if isinstance(method, FunctionType):
+                        self._look("", MethodType(method, owner), names)
+        if owner is not None and not isinstance(owner, nn.Module):
+            self._table("", getattr(owner, "__dict__", {}), names, names)
+
+    def _table(self, path: str, table: Any, wanted: frozenset[str], names: frozenset[str]) -> None:
+        found = [name for name in sorted(wanted) if name in table]
+        if found:
+            self._tables.append((table, found))
+        for name in found:
+            self._look(f"{path}.{name}" if path else name, table[name], names)
 
     def held(self) -> list[Any]:
-        """All that the modules hold now."""
+        """All that is held now."""
         found = [*chain.from_iterable(self._contents)]
-        for each in self._variables:
-            found += each.read().values()
-        return found
+        for table, names in self._tables:
+            found += [table.get(name, _ABSENT) for name in names]
+        return found + [_content(cell) for _, cell in self._cells]
 
     def of_tensors(self) -> list[Any]:
         """What the tensors are now, but for their values."""
         return [*map(_of_tensor, self.tensors), *[x.stride() for x in self.tensors]]
 
     def is_unchanged(self) -> bool:
-        """Whether the modules hold the same as when this was made."""
+        """Whether the same is held as when this was made."""
         now, then = self.held(), self.then
         if len(now) != len(then) or self.of_tensors() != self.facts:
             return False
         return all(map(is_, now, then)) or all(map(_alike, now, then))
 
     def copy(self) -> list[Any]:
-        """The contents of all lists and dicts, and the variables, for ``restore``."""
-        return [*[each.copy() for each in self.holders], *[each.read() for each in self._variables]]
+        """All of it, for ``restore``."""
+        tables = [{name: table[name] for name in names if name in table} for table, names in self._tables]
+        return [*[each.copy() for each in self.holders], *tables, [_content(cell) for _, cell in self._cells]]
 
     def restore(self, before: list[Any]) -> str:
-        """Put contents back; name the first attribute or variable that had other ones, empty if none had."""
-        changed, count = "", len(self.holders)
-        for path, each, old in zip(self.paths, self.holders, before[:count], strict=True):
-            name = _first_change(each, old)
-            if name is not None:
+        """Put it back; name the first attribute or variable that was another, empty if none was."""
+        changed, (*contents, cells) = "", before
+        held = zip(self.paths, self.holders, contents, strict=False)
+        tables = zip(self._tables, contents[len(self.holders) :], strict=True)
+        for path, each, old in held:
+            if (name := _first_change(each, old)) is not None:
                 changed = changed or ".".join(part for part in (path, name) if part)
                 each.clear()
                 each.extend(old) if isinstance(each, list) else each.update(old)
-        for variables, old in zip(self._variables, before[count:], strict=True):
-            changed = changed or _first_change(variables.read(), old) or ""
-            variables.write(old)
+        for (table, names), old in tables:
+            if name := _first_change({key: table[key] for key in names if key in table}, old):
+                changed = changed or name
+                if isinstance(table, dict):
+                    table.update(old)
+        for (name, cell), old in zip(self._cells, cells, strict=True):
+            if not _alike(_content(cell), old):
+                changed = changed or name
+                cell.cell_contents = old
         return changed
+
+
+_ABSENT = object()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # It is not assigned yet.
+        return _ABSENT
+
+
+def _is_of_library(x: Any) -> bool:
+    return str(x.__module__).partition(".")[0] in _LIBRARIES
+
+
+def _is_dict(x: Any) -> bool:
+    return isinstance(x, dict)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    # Names in the code of a function, and of functions in it.
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _first_change(now: Any, before: Any) -> str | None:
     # Key of the first other value, empty if there are no keys; None if nothing has changed.
     if not isinstance(now, dict):
         return None if len(now) == len(before) and all(map(_alike, now, before)) else ""
-    return next((str(key) for key in {**now, **before} if not _alike(now.get(key), before.get(key))), None)
+    if [*now] != [*before]:
+        return str(next(iter({*now} ^ {*before}), ""))
+    return next((str(key) for key in now if not _alike(now[key], before[key])), None)
 
 
 def is_plain(x: Any) -> bool:
@@ -246,4 +310,11 @@ def is_plain(x: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) is tuple:
+        return len(one) == len(other) and all(map(_alike, one, other))
+    # By their texts: 0.0 and -0.0 are equal, and NaN equals nothing.
+    return type(one) in _PLAIN and (repr(one) == repr(other) if type(one) in _ROUNDED else bool(one == other))

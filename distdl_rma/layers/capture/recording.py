@@ -46,6 +46,18 @@ from distdl_rma.layers.split.tensor import SplitTensor
 R = TypeVar("R")
 # Functions that read values into Python without a kernel.
 _READ = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+# What a replay cannot do again, or would find otherwise than the recorded call.
+_REFUSED: dict[Any, str] = {
+    torch.Tensor.grad.__get__: "reads the .grad of a tensor, as zero_grad() and an optimizer do",
+    torch.Tensor.grad.__set__: "sets the .grad of a tensor",
+    torch.Tensor.data.__set__: "sets the .data of a tensor",
+    torch.Tensor.backward: "calls backward(), which belongs behind the step",
+    torch.autograd.backward: "calls backward(), which belongs behind the step",
+    torch.autograd.grad: "calls torch.autograd.grad()",
+    torch.Tensor.register_hook: "registers a hook of a tensor",
+    torch.Tensor.register_post_accumulate_grad_hook: "registers a hook of a tensor",
+}
+_hooks_of_saved: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 # Kernels that return their operand as it is, below autograd.
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _VIEW = torch.ops.aten.view.default
@@ -112,7 +124,7 @@ class Recorder:
     def __init__(
         self,
         inputs: Iterable[torch.Tensor],
-        state: Iterable[torch.Tensor],
+        state: Sequence[torch.Tensor],
         others: Mapping[int, torch.Tensor],
     ) -> None:
         self.steps: list[Step] = []
@@ -126,8 +138,9 @@ class Recorder:
         self._by_memory: dict[int, int] = {}
         self._contexts = 0
         self._modes: tuple[Any, ...] = _Kernels(self), _Reads(self)
+        # Memory of parameters for which others stand in the recorded call: only modules show the others.
+        self._replaced = {x.untyped_storage()._cdata for x in state if id(x) in others and x.numel()}
         for x in state:
-            # In the recorded call, others may stand for those of the model.
             self.bound[self.add(others.get(id(x), x), STATE)] = x
         for x in inputs:
             self.add(x, INPUT)
@@ -184,6 +197,8 @@ class Recorder:
             return Slot(number)
         base = self._around(x)
         if base is None:
+            if x.numel() and x.untyped_storage()._cdata in self._replaced:
+                self.refuse("a parameter is used that the step does not take from its module")
             return Slot(self.add(x, CONSTANT))
         known = self.tensors[base]
         if known.dtype != x.dtype or known.is_conj() != x.is_conj() or known.is_neg() != x.is_neg():
@@ -232,6 +247,7 @@ class Recorder:
 
     def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a kernel of torch, and note it."""
+        self._check_graph()
         operands = tensors_in(args, kwargs)
         given, named = self.slots(args), {key: self.slots(each) for key, each in kwargs.items()}
         kinds = {self.kinds[self.slot(x).number] for x in operands}
@@ -243,7 +259,8 @@ class Recorder:
             self.kinds.append(COMPUTED)
             return found
         random = torch.Tag.nondeterministic_seeded in func.tags
-        fixed = kinds == {CONSTANT} and not random and not func._schema.is_mutable
+        # A table that a rule has kept. What the user's code has kept may change, and is read in each replay.
+        fixed = kinds == {CONSTANT} and not (random or func._schema.is_mutable or _dispatches())
         if not fixed:
             self._check(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -276,6 +293,10 @@ class Recorder:
                 if kind in {INPUT, CONSTANT} or (kind == STATE and self.tensors[base or 0].requires_grad):
                     self.refuse(f"{name} changes {kind} in place, which is no buffer")
 
+    def _check_graph(self) -> None:
+        if _hooks_of_saved(False) is not None:
+            self.refuse("saved tensors pass through hooks, as of a checkpoint, which compute them again")
+
     def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
         """Apply an autograd function; its forward and its backward are steps."""
         noted = _noted(function) if self.notes and function.is_step else function
@@ -288,6 +309,7 @@ class Recorder:
             self.refuse(
                 "full_tensor() in a graph, an autograd function of the user's or a backward hook of a module"
             )
+        self._check_graph()
         self._contexts, ctx.noted = self._contexts + 1, self._contexts
         given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
         with self.paused():
@@ -383,6 +405,8 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self._recorder, kwargs or {}
+        if recorder.notes and _dispatches() and func in _REFUSED:
+            recorder.refuse(f"the step {_REFUSED[func]}")
         # Within rules, functions are those of blocks.
         if _dispatches() and any(issubclass(each, SplitTensor) for each in types):
             with self:

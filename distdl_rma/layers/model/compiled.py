@@ -38,7 +38,6 @@ from distdl_rma.layers.capture.kinds import (
     NotCapturedError,
     OtherNumbersError,
     State,
-    Variables,
     refuse,
 )
 from distdl_rma.layers.capture.program import Backward, Gradients, Kept
@@ -427,19 +426,16 @@ def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
             f"capture: takes a function or a method, and fallback True or False, got {step!r} and"
             f" {fallback!r}; a model has compile()"
         )
-    found = {id(handle): (handle, model) for handle, model in _distributed(Variables(step).read())}
-    if len(found) != 1:
+    name = getattr(step, "__qualname__", "the step")
+    try:
+        modules = State(nn.Module(), step).modules
+    except NotCapturedError as error:
+        raise UnsupportedError(f"capture: {name}: {error}") from None
+    found = [module for module in modules if "distributed" in vars(module)]
+    if len(found) != 1 or getattr(step, "__self__", None) in found:
         raise ConfigurationError(
-            f"capture: {getattr(step, '__qualname__', step)} must name one distributed model, and names"
-            f" {len(found)}; let its closure, a global or an attribute of its object be distribute(model)"
+            f"capture: {name} must name one distributed model, and be no method of it; it names {len(found)}."
+            " Let its closure, a global or an attribute of its object be distribute(model). A model alone"
+            " has compile()"
         )
-    ((handle, model),) = found.values()
-    return Compiled(handle, model, fallback, step)
-
-
-def _distributed(variables: dict[str, Any]) -> Iterator[tuple[Any, nn.Module]]:
-    # Distributed models, and those inside of other modules.
-    for root in variables.values():
-        for module in root.modules() if isinstance(root, nn.Module) else ():
-            if "distributed" in vars(module):
-                yield vars(module)["distributed"], module
+    return Compiled(vars(found[0])["distributed"], found[0], fallback, step)
