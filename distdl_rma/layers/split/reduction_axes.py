@@ -32,11 +32,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split, lengths_of
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.redistribution import all_sum, redistributed
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
-OnBlock = Callable[[torch.Tensor], torch.Tensor]
+# A function of a block; of one tensor, or of several with the same dimensions.
+OnBlock = Callable[[torch.Tensor], Any]
 
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -133,17 +135,21 @@ def parts_and_all(
     return source, lay.whole(source, dims)
 
 
-def computed(f: OnBlock, x: torch.Tensor) -> torch.Tensor:
+def computed(f: OnBlock, x: torch.Tensor) -> Any:
     """Result of a function for a block, also for an empty one.
 
     Some functions of torch refuse empty blocks. So an empty block is replaced by zeros of extent 1 in its
     graph, and the result is cut to extent 0 in all empty dimensions. Torch also raises the same errors about
     dtypes there as on other ranks.
     """
-    y = f(with_an_element(x))
-    for d in (d for d, n in enumerate(x.shape) if not n):
-        y = y.narrow(d, 0, 0)
-    return y
+    empty = [d for d, n in enumerate(x.shape) if not n]
+
+    def cut(y: torch.Tensor) -> torch.Tensor:
+        for d in empty:
+            y = y.narrow(d, 0, 0)
+        return y
+
+    return mapped(cut, f(with_an_element(x)))
 
 
 def with_an_element(x: torch.Tensor) -> torch.Tensor:

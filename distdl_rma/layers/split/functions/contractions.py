@@ -29,22 +29,21 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 from distdl_rma.layers.split.calls.autocast import castable
-from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
+from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, name_of, rule
+from distdl_rma.layers.split.calls.table import name_of, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.rearranging import enter
 from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
     common_partition,
     cut_by_largest,
-    of_cut,
-    on_whole_tensors,
     part_at,
     site_for,
 )
 from distdl_rma.layers.split.redistribution import all_sum
-from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
+from distdl_rma.layers.split.reduction_axes import positive
 from distdl_rma.layers.split.tensor import SplitTensor, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
@@ -282,28 +281,14 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-@rule(
-    "contraction",
+enter(
     *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
     *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+    dims=(-2, -1),
+    gone=True,
+    kind="contraction",
+    doc="Each rank applies the function to its matrices; if these are cut, another dimension is instead.",
 )
-@of_cut()
-def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
-    func, (_x, *rest), kwargs = call
-    count = len(x._layout.shape)
-    if count < 2 or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
-        return on_whole_tensors(*call)
-    local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
-
-    def split(y: torch.Tensor) -> SplitTensor:
-        if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
-            # For empty blocks, torch returns some results without a graph, unlike on other ranks.
-            y = y + local.sum().abs().to(y.dtype)
-        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
-        return SplitTensor(y, laid_out(layout, order, y))
-
-    return mapped(split, func(local, *rest, **kwargs))
 
 
 @checked_rule("contraction", "cross")

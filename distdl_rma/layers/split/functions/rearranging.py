@@ -5,7 +5,7 @@ Three ways to rearrange a dimension that is cut:
 - *Parts of other lengths* (``cat``, ``split``, ``chunk``): each rank keeps its elements, and the result has
   its parts where these elements lie. If a small tensor is joined to a large one, the first and the last rank
   keep what is added, so that no block of the large one moves (``layout_choice.joined``).
-- *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``_enter``): every index of the other
+- *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``enter``): every index of the other
   dimensions is rearranged alike. So one of these is cut instead, torch's function runs on the blocks, and the
   result stays cut there.
 - *Strips to other blocks* (``roll``): two slices of the dimension are joined in the other order, and cut as
@@ -26,6 +26,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, name_of, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
@@ -150,50 +151,67 @@ def gated(x: Any, dim: int) -> Any:
 _T: Any = torch.Tensor
 
 
-def _enter(
+def enter(
     *names: Any,
     dims: tuple[Any, ...] | None,
     doc: str,
+    kind: str = "movement",
     gone: bool = False,
     new: tuple[str, ...] = (),
     view: bool = False,
 ) -> None:
-    # ``dims`` must be uncut: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
-    # result does not have them. ``new``: arguments with positions of new dimensions, which otherwise come
-    # last. ``view``: torch returns a view.
-    @of_cut(uncut=True, plain="an argument beside the tensor is split")
-    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> SplitTensor:
+    """Rule of functions that need some dimensions uncut, and treat every index of the others separately.
+
+    ``dims`` are these dimensions: numbers, or names of arguments with them; None for all dimensions.
+    ``gone``: the result does not have them. ``new``: arguments with positions of new dimensions, which
+    otherwise come last. ``view``: torch returns a view.
+    """
+
+    @of_cut(uncut=True)
+    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
         """Needs dimensions uncut: others are cut instead."""
         func, (_x, *rest), kwargs = call
+        if any(len(frozen(each)) for each in tensors_in(rest, kwargs)):
+            return on_whole_tensors(*call)
         count = len(x._layout.shape)
         found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
         each_of = (each if isinstance(each, (tuple, list)) else (each,) for each in found)
         whole = [positive(d, count) for each in each_of for d in each]
+        # Torch's errors about strides are raised on all ranks, before elements move.
+        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs)) if view else None
         local, layout = with_whole(site, x, whole)
-        y = func(local, *rest, **kwargs)
-        order = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
-        for at in sorted(given[name] % y.dim() for name in new):
-            order.insert(at, None)
-        result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
-        if not view:
-            return SplitTensor(y, result)
-        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs))
-        return seen_of(x, y, result, strides, layout is not x._layout)
+        moved = layout is not x._layout
+        kept = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
 
-    checked_rule("movement", *names, doc=doc)(handler)
+        def split(y: torch.Tensor) -> SplitTensor:
+            if local.requires_grad and not (y.requires_grad or local.numel()) and y.dtype.is_floating_point:
+                # For empty blocks, torch returns some results without a graph, unlike on other ranks.
+                y = y + local.sum().abs().to(y.dtype)
+            order = [*kept]
+            for at in sorted(given[name] % y.dim() for name in new):
+                order.insert(at, None)
+            result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
+            return seen_of(x, y, result, strides, moved) if view else SplitTensor(y, result)
+
+        return mapped(split, func(local.contiguous() if moved else local, *rest, **kwargs))
+
+    checked_rule(kind, *names, doc=doc)(handler)
 
 
 _ORDER = "Reorders elements of some dimensions; if one is cut, another dimension is cut instead."
 _WINDOWS = "Windows along a dimension; if it is cut, another one is cut instead."
 _DIAGONALS = "Diagonals over two dimensions; if one is cut, another dimension is cut instead."
 _ONTO_DIAGONALS = "Builds or takes diagonals; if their dimensions are cut, another one is cut instead."
-_enter("flip", "rot90", dims=("dims",), doc=_ORDER)
-_enter("flipud", dims=(0,), doc=_ORDER)
-_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
-_enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
-_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
-_enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
-_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
+enter("flip", "rot90", dims=("dims",), doc=_ORDER)
+enter("flipud", dims=(0,), doc=_ORDER)
+enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
+enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
+_OF_PAIRS = "Each rank views its block; the dimension of both parts is whole."
+enter("view_as_real", dims=(), view=True, doc=_OF_PAIRS)
+enter("view_as_complex", dims=(-1,), gone=True, view=True, doc=_OF_PAIRS)
+enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
+enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
+enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
 
 
 @checked_rule("movement", "roll")
