@@ -195,13 +195,13 @@ def put_back(
 
 def by_whole_dims(
     site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
-) -> SplitTensor:
+) -> Any:
     """Apply a function that needs some dimensions whole and treats every index of the others separately.
 
-    The result has the dimensions of the input in the same order.
+    Its result, or each of its results, has the dimensions of the input in the same order.
     """
     local, layout = with_whole(site, x, dims, what)
-    return put_back(site, computed(compute, local), layout, x._layout)
+    return mapped(lambda y: put_back(site, y, layout, x._layout), computed(compute, local))
 
 
 def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:

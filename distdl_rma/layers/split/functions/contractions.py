@@ -38,6 +38,7 @@ from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
     common_partition,
+    composition,
     cut_by_largest,
     part_at,
     site_for,
@@ -203,7 +204,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
-@rule("contraction", *"matmul mm bmm mv dot vdot inner outer ger __matmul__ __rmatmul__".split())
+@rule("contraction", *"matmul mm bmm mv dot vdot outer ger __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products."""
     a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
@@ -213,11 +214,6 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
     if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
         return contracted(func, func, [a, b], [["k"], ["k"]], [])
-    if func.__name__ == "inner":
-        if not (a.dim() and b.dim()):
-            return composed(torch.mul, a, b)
-        one, two = ([(name, d) for d in range(x.dim() - 1)] for name, x in (("a", a), ("b", b)))
-        return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
     first = ["k"] if a.dim() == 1 else [*_batch(a.dim() - 2), "m", "k"]
     second = ["k"] if b.dim() == 1 else [*_batch(b.dim() - 2), "k", "n"]
     more = max(a.dim(), b.dim()) - 2
@@ -225,31 +221,17 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [first, second], out)
 
 
-# The product in each function, labels of its factors, and labels of the result.
-_ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
-    "addmm": (torch.mm, "mk", "kn", "mn"),
-    "baddbmm": (torch.bmm, "bmk", "bkn", "bmn"),
-}
-
-
-@checked_rule("contraction", *_ADDED)
-def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products, then add."""
-    product, first, second, out = _ADDED[func.__name__]
-    x, (a, b, *_) = args[0], named(func, args, kwargs).values()
-    factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
-    labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
-    site, work, blocks = prepared(func, [x, a, b], labels, out)
-    if not work.summed:
-        return SplitTensor(func(*blocks, **factors), work.result)
-    y, dtype = _summed(site, product, [a, b], blocks[1:], work)
+@checked_rule("contraction", "addmm", "baddbmm")
+@composition
+def added_product(x: Any, **given: Any) -> Any:
+    """A product, then a sum; numbers of short types are rounded once."""
+    a, b, _, beta, alpha = given.values()
+    dtype, wide = x.dtype, sum_dtype(x.dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
         # Torch rounds these factors to integers.
-        factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
-    found: Any = SplitTensor(y * factors.get("alpha", 1), work.result)
-    if beta := factors.get("beta", 1):
-        found = composed(torch.add, found, composed(_T.to, x, y.dtype), alpha=beta)
-    return composed(_T.to, found, dtype)
+        beta, alpha = int(beta), int(alpha)
+    y = torch.matmul(a.to(wide), b.to(wide)) * alpha
+    return (y + x.to(wide) * beta if beta else y).to(dtype)
 
 
 @checked_rule("contraction", torch.einsum)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
@@ -28,8 +27,8 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, name_of, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.layers.split.functions.indexing import narrowed
 from distdl_rma.layers.split.functions.shapes import derived, frozen, on_shape, reshape
 from distdl_rma.layers.split.operands import (
@@ -70,7 +69,8 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
         base = tensors[largest]._layout
         if dim not in base.cut_dims:
             base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
-        return _places(name_of(call[0]), base, largest, shapes, dim)
+        raise_as_torch(*call)
+        return _places(base, largest, shapes, dim)
 
     result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
     pieces = [
@@ -81,16 +81,9 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
 
 
 def _places(
-    name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
+    base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[Decomposition, list[Decomposition]]:
     # Layout of a concatenation, and the layout of each tensor within it.
-    for number, shape in enumerate(shapes):
-        wanted = base.shape[:dim] + shape[dim : dim + 1] + base.shape[dim + 1 :]
-        if shape != wanted:
-            raise ShapeError(
-                f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
-                f" must agree but in dimension {dim}"
-            )
     extents = [shape[dim] for shape in shapes]
     cut = dim in base.axes
     whole = layout_choice.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)

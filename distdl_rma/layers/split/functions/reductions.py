@@ -118,11 +118,13 @@ def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
 
     If no reduced dimension is cut, it is torch's of the block, with all further derivatives.
     """
+    y: torch.Tensor
     if not along.cut:
-        return reduce(along.local)
+        y = reduce(along.local)
+        return y
     with torch.no_grad():
         result = reduce(along.together(computed(reduce, along.local), "results of ranks"))
-    y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
+    y = _OfWhole.apply(along.local, result, slope)
     return y
 
 

@@ -231,8 +231,8 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
-    # Dimensions that are not padded may be cut in any way. The operation takes two of them first, as batch
-    # and channels, and treats all others as spatial ones; so dimensions are permuted there and back.
+    # The operation never pads the first two dimensions, batch and channels: if one of these is padded, new
+    # dimensions of extent 1 are before it.
     layout, local = x._layout, checked_block(x)
     if mode in ("reflect", "replicate"):
         local = _widened(local)
@@ -245,28 +245,18 @@ def _padded(
         longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
 
-    def make() -> tuple[Any, list[int | None], list[int], Decomposition]:
-        # Two dimensions without padding lead; the others are spatial ones.
-        kept: list[int | None] = [d for d in range(dims) if d not in padded]
-        order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
-        spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
-        way = "zeros" if mode == "constant" and value == 0 else mode
-        options = PadOptions(spatial, way, value)
-        operation, output = _made(Padding, site, lay.reordered(layout, order), local.dtype, options)
-        back = [order.index(d) for d in range(dims)]
-        return operation, order, back, lay.reordered(output, back)
+    new = max(0, _LEADING - padded[0])
 
-    operation, order, back, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
-    first = order.count(None)
-    straight = order == list(range(dims))
-    given = local if straight else local.permute([d for d in order if d is not None])[(None,) * first]
-    y = operation(needs_of(local), given)
-    if straight:
-        return SplitTensor(y, output)
-    y = y[(0,) * first] if first else y
-    # Contiguous, as in torch. Cloned on all ranks: ``contiguous()`` would leave some blocks views.
-    y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
-    return SplitTensor(y, output)
+    def make() -> tuple[Any, Decomposition]:
+        spatial = tuple(by_dim.get(d, (0, 0)) for d in range(_LEADING - new, dims))
+        options = PadOptions(spatial, "zeros" if mode == "constant" and value == 0 else mode, value)
+        source = lay.reordered(layout, [*(None,) * new, *range(dims)])
+        operation, output = _made(Padding, site, source, local.dtype, options)
+        return operation, lay.reordered(output, range(new, new + dims))
+
+    operation, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
+    y = operation(needs_of(local), local[(None,) * new] if new else local)
+    return SplitTensor(y[(0,) * new] if new else y, output)
 
 
 @checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
