@@ -159,9 +159,7 @@ def with_an_element(x: torch.Tensor) -> torch.Tensor:
     return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
 
 
-def with_whole(
-    site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
-) -> tuple[torch.Tensor, Decomposition]:
+def with_whole(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.Tensor, Decomposition]:
     """A block in which some dimensions are whole, and its layout; differentiable, blocking if data moves.
 
     :func:`layout_choice.cut_other_dims` chooses the layout; :func:`put_back` is called with the result.
@@ -172,7 +170,7 @@ def with_whole(
     target = lay.kept(
         layout.partition, "elsewhere", (layout, dims), lambda: layout_choice.cut_other_dims(layout, dims)
     )
-    return redistributed(site, checked_block(x), layout, target, what), target
+    return redistributed(site, checked_block(x), layout, target, "dimensions made whole"), target
 
 
 def put_back(
@@ -193,14 +191,12 @@ def put_back(
     )
 
 
-def by_whole_dims(
-    site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
-) -> Any:
+def by_whole_dims(site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock) -> Any:
     """Apply a function that needs some dimensions whole and treats every index of the others separately.
 
     Its result, or each of its results, has the dimensions of the input in the same order.
     """
-    local, layout = with_whole(site, x, dims, what)
+    local, layout = with_whole(site, x, dims)
     return mapped(lambda y: put_back(site, y, layout, x._layout), computed(compute, local))
 
 

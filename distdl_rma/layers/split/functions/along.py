@@ -90,8 +90,7 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
         # In the user's order: the last one is that of a real transform.
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
-    changed = "shifted" if func.__name__.endswith("shift") else "transformed"
-    return by_whole_dims(site, x, dims, compute, f"{changed} dimensions made whole")
+    return by_whole_dims(site, x, dims, compute)
 
 
 @checked_rule("window", torch.gradient)

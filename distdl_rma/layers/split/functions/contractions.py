@@ -44,7 +44,6 @@ from distdl_rma.layers.split.operands import (
     site_for,
 )
 from distdl_rma.layers.split.redistribution import all_sum
-from distdl_rma.layers.split.reduction_axes import positive
 from distdl_rma.layers.split.tensor import SplitTensor, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
@@ -274,12 +273,9 @@ enter(
 
 
 @checked_rule("contraction", "cross")
-def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its vectors, whose three elements become whole."""
-    a, (b, dim) = args[0], named(func, args, kwargs).values()
-    shape = frozen(a)
+@composition
+def cross(x: Any, other: Any, dim: int | None) -> Any:
+    """Products of elements that are rolled along the vectors; these stay cut as they are."""
     # As in torch, the first dimension of three elements, if the user names none.
-    dim = positive(shape.index(3) if dim is None else dim, len(shape))
-    names = list(range(-len(shape), 0))
-    _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
-    return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
+    dim = x.shape.index(3) if dim is None else dim
+    return x.roll(-1, dim) * other.roll(-2, dim) - x.roll(-2, dim) * other.roll(-1, dim)

@@ -94,8 +94,8 @@ def _register_elementwise(what: Any) -> None:
 
 
 def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-    # Every rank calls ``compute`` with its parts of the operands. One that the function changes and returns is
-    # the user's split tensor again.
+    # Every rank calls ``compute`` with its parts of the operands. One that the function changes and returns
+    # is the user's split tensor again.
     operands = tensors_in(args, kwargs)
     result = common_layout(func, operands)
     parts, options = as_blocks(site_for(func, *operands), (args, kwargs), result)

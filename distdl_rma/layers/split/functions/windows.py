@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import each_dim
 from distdl_rma.geometry.intervals import Balanced
@@ -166,16 +165,9 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     dims, layout = len(size), x._layout
     local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
 
-    def check() -> bool:
-        raise_as_torch(*call)
-        if 0 in layout.shape[-dims:]:
-            raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
-        if not local.dtype.is_floating_point:
-            raise refused(call[0], f"the input is {local.dtype}; only floating point numbers are averaged")
-        return True
-
     # As text: 1.0 equals 1, and torch takes only one of them.
-    site.kept(("checked", str(size), layout, local.dtype), check)
+    key = "checked", str(size), layout, local.dtype
+    site.kept(key, lambda: raise_as_torch(*call) is not None)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
     # Dimensions that are cut and pooled to one element: by sums. The others: by windows.
@@ -267,8 +259,6 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     if not isinstance(x, SplitTensor):
         raise refused(func, "the indices are split, the input is not; both are to be cut alike")
     layout = x._layout
-    if tuple(indices.shape) != layout.shape:
-        raise ShapeError(f"{site.name}: input is {layout.shape}, the indices {tuple(indices.shape)}")
     dims = len(layout.shape)
     spatial = range(dims - int(func.__name__[-2]), dims)
     local, whole = with_whole(site, x, spatial)
@@ -288,18 +278,14 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     local, whole = with_whole(site, x, (rows, columns))
     y = computed(partial(call[0], **how), local)
 
-    def of_patches(found: Decomposition) -> Decomposition:
-        # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
-        d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
-        rest = lay.whole(found, {rows, columns} - {d})
-        splits = {
-            channels: layout_choice.scaled(found.splits[channels], times, 1),
-            rows: Balanced(y.shape[-1], found.splits[d].parts),
-        }
-        return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)
-
-    target = of_patches(x._layout)
-    return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
+    # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
+    d = next((axis for axis in x._layout.axes if axis in (rows, columns)), rows)
+    found, before = (
+        lay.with_splits(each, {channels: layout_choice.scaled(each.splits[channels], times, 1)})
+        for each in (whole, lay.whole(x._layout, {rows, columns} - {d}))
+    )
+    found, before = (lay.reordered(found, [*range(rows), None]), lay.reordered(before, [*range(rows), d]))
+    return put_back(site, y, found, before, "cut again")
 
 
 @checked_rule("window", F.fold)
@@ -326,7 +312,6 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     def make() -> tuple[Decomposition, Decomposition, Decomposition]:
         # Layouts of the result, of the planes and of the points. The result is cut where the input is, a
         # spatial cut of which becomes one of the points; an input that is not cut follows the points.
-        func(torch.empty(of_x, device="meta"), torch.empty(of_grid, device="meta"), **how)
         if isinstance(x, SplitTensor) and x.is_split:
             axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
         else:
