@@ -1,4 +1,4 @@
-"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks.
+"""Products of matrices: rows stay in place; sums over a cut dimension need a sum over ranks.
 
 All products are one contraction, written as in einsum: a label for each dimension of each operand, and those
 of the result. ``planned`` chooses for each grid dimension one label that it cuts; operands and result are
@@ -13,8 +13,6 @@ It is the label that the largest operand is cut in: that operand stays in place,
 that they need beside it (``as_part``). If ``k`` is cut, only the result is summed, which is smaller than the
 gathered operands in most networks. Partial products of short dtypes are summed in a longer one and rounded
 once.
-
-Functions of matrices, such as ``svd``, need whole matrices; samples, or another dimension, are cut.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import name_of, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.layers.split.functions.rearranging import enter
 from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
@@ -260,16 +257,6 @@ def _named(names: str, dims: int) -> list[Any]:
     if not dots:
         return list(ahead)
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
-
-
-enter(
-    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
-    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
-    dims=(-2, -1),
-    gone=True,
-    kind="contraction",
-    doc="Each rank applies the function to its matrices; if these are cut, another dimension is instead.",
-)
 
 
 @checked_rule("contraction", "cross")

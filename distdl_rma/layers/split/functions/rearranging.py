@@ -5,9 +5,9 @@ Three ways to rearrange a dimension that is cut:
 - *Parts of other lengths* (``cat``, ``split``, ``chunk``): each rank keeps its elements, and the result has
   its parts where these elements lie. If a small tensor is joined to a large one, the first and the last rank
   keep what is added, so that no block of the large one moves (``layout_choice.joined``).
-- *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``enter``): every index of the other
+- *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``_enter``): every index of the other
   dimensions is rearranged alike. So one of these is cut instead, torch's function runs on the blocks, and the
-  result stays cut there.
+  result stays cut there. Functions of matrices, such as ``svd``, are here too.
 - *Strips to other blocks* (``roll``): two slices of the dimension are joined in the other order, and cut as
   before. By a small shift most elements stay on their rank.
 """
@@ -144,7 +144,7 @@ def gated(x: Any, dim: int) -> Any:
 _T: Any = torch.Tensor
 
 
-def enter(
+def _enter(
     *names: Any,
     dims: tuple[Any, ...] | None,
     doc: str,
@@ -153,12 +153,10 @@ def enter(
     new: tuple[str, ...] = (),
     view: bool = False,
 ) -> None:
-    """Rule of functions that need some dimensions uncut, and treat every index of the others separately.
-
-    ``dims`` are these dimensions: numbers, or names of arguments with them; None for all dimensions.
-    ``gone``: the result does not have them. ``new``: arguments with positions of new dimensions, which
-    otherwise come last. ``view``: torch returns a view.
-    """
+    # Functions that need some dimensions uncut, and treat every index of the others separately. ``dims`` are
+    # these dimensions: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
+    # result does not have them. ``new``: arguments with positions of new dimensions, which otherwise come
+    # last. ``view``: torch returns a view.
 
     @of_cut(uncut=True)
     def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
@@ -195,16 +193,24 @@ _ORDER = "Reorders elements of some dimensions; if one is cut, another dimension
 _WINDOWS = "Windows along a dimension; if it is cut, another one is cut instead."
 _DIAGONALS = "Diagonals over two dimensions; if one is cut, another dimension is cut instead."
 _ONTO_DIAGONALS = "Builds or takes diagonals; if their dimensions are cut, another one is cut instead."
-enter("flip", "rot90", dims=("dims",), doc=_ORDER)
-enter("flipud", dims=(0,), doc=_ORDER)
-enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
-enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
+_enter("flip", "rot90", dims=("dims",), doc=_ORDER)
+_enter("flipud", dims=(0,), doc=_ORDER)
+_enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
+_enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
 _OF_PAIRS = "Each rank views its block; the dimension of both parts is whole."
-enter("view_as_real", dims=(), view=True, doc=_OF_PAIRS)
-enter("view_as_complex", dims=(-1,), gone=True, view=True, doc=_OF_PAIRS)
-enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
-enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
-enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
+_enter("view_as_real", dims=(), view=True, doc=_OF_PAIRS)
+_enter("view_as_complex", dims=(-1,), gone=True, view=True, doc=_OF_PAIRS)
+_enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
+_enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
+_enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
+_enter(
+    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
+    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+    dims=(-2, -1),
+    gone=True,
+    kind="contraction",
+    doc="Each rank applies the function to its matrices; if these are cut, another dimension is instead.",
+)
 
 
 @checked_rule("movement", "roll")
