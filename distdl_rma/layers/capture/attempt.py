@@ -13,8 +13,9 @@ compared.
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -77,10 +78,12 @@ class Attempt:
         tensors_of = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.results = [checked_block(x) if isinstance(x, SplitTensor) else x for x in tensors_of]
         self.differentiable = [x.requires_grad for x in self.results]
+        self.plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
 
-    def returned(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """What the model returned, with other blocks and plain tensors."""
-        others = iter(tensors)
+    def returned(self, which: Sequence[int], tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returned, with other blocks and plain tensors; ``which`` of these each result is."""
+        able = zip(which, self.differentiable, strict=True)
+        others = iter([tensors[n] if each else tensors[n].detach() for n, each in able])
         leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         return restored(leaves, self._form)
 
@@ -90,12 +93,16 @@ class Attempt:
         self._leaves = [split_like(x, none) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         self.ends, self.results = [], []
 
-    def gradients(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients of ``ends`` for those of the differentiable results; blocking, collective."""
-        roots = tuple(x for x in self.results if x.requires_grad)
-        engine = torch.autograd.Variable._execution_engine
+    def gradients(
+        self, chosen: Sequence[int], given: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of ``ends`` for those of the ``chosen`` results; blocking, collective."""
+        roots = [self.results[n] for n, x in zip(chosen, given, strict=True) if x is not None]
+        values, engine = [x for x in given if x is not None], torch.autograd.Variable._execution_engine
         # keep_graph is True, create_graph False, allow_unreachable True, accumulate_grad False.
-        found: Any = engine.run_backward(roots, tuple(given), True, False, tuple(self.ends), True, False)
+        found: Any = engine.run_backward(
+            tuple(roots), tuple(values), True, False, tuple(self.ends), True, False
+        )
         return [*found]
 
     @property
@@ -125,19 +132,30 @@ def _stand_in(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class Captured(NamedTuple):
-    """The program of a kind of calls, what its results belong to, and the layout of their gradients."""
+    """The program of a kind of calls, and what its outputs are.
+
+    ``attempt`` is the recorded call; ``chosen`` says which of its results each output is, and ``which``
+    output each result is: several results may be one tensor. ``strides`` are those of the gradients of
+    outputs, None if there is none.
+    """
 
     program: Program
-    returned: Callable[[Iterable[torch.Tensor]], Any]
-    differentiable: list[bool]
-    strides: list[tuple[int, ...]]
+    attempt: Attempt
+    chosen: list[int]
+    which: list[int]
+    strides: list[tuple[int, ...] | None]
+
+    @property
+    def differentiable(self) -> list[bool]:
+        """Of each output."""
+        return [self.attempt.differentiable[n] for n in self.chosen]
 
 
 def record(
     function: Callable[..., Any],
     given: Given,
     state: State,
-    strides: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...] | None],
     agreed: Callable[[str], str],
     nbytes: int,
 ) -> Captured:
@@ -159,7 +177,7 @@ def record(
         problem = f"a tensor has elements in the same place: {error}"
     refuse(agreed(problem))
     recorder, before = Recorder(others, state.tensors, weights), _Before(state, others)
-    gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor]()
+    gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor | None]()
     with unchanged(state.fixed.values()):
         try:
             with recorder:
@@ -167,27 +185,51 @@ def record(
         except Exception as error:
             what = f"on other numbers than yours, on which it is recorded, it raises {type(error).__name__}"
             error.add_note("compile: raised while a call was recorded on other numbers than the program's")
-            raise OtherNumbersError(f"{what}: {error}") from error
+            raise OtherNumbersError(recorder.problem or f"{what}: {error}") from error
         finally:
             changed = before.restored()
-        outputs, length = [recorder.slot(x) for x in attempt.results], len(recorder.steps)
-        if any(recorder.kinds[slot.number] not in {COMPUTED, INPUT} for slot in outputs):
+        slots, chosen = [recorder.slot(x) for x in attempt.results], dict[int, int]()
+        for n, slot in enumerate(slots):
+            if slot.number not in chosen or attempt.differentiable[n]:
+                chosen[slot.number] = n
+        which, memory = [[*chosen].index(slot.number) for slot in slots], [*map(recorder.memory, chosen)]
+        if any(recorder.kinds[n] not in {COMPUTED, INPUT} for n in chosen):
             changed = changed or "it returns a tensor of its own, and none that it computed"
+        if len({*memory}) < len(memory):
+            changed = changed or "two results of it show the same memory; return a clone() of one"
+        outputs = [recorder.own(n) for n in chosen]
+        length = len(recorder.steps)
         # A rank alone would wait for the others in the backward.
         refuse(agreed(recorder.problem or attempt.problem or changed))
         if any(attempt.differentiable):
-            ends = [x for x in attempt.results if x.requires_grad]
+            able = [n for n in chosen.values() if attempt.differentiable[n]]
+            ends = [attempt.results[n] for n in able]
             ones = [*map(torch.ones_like, ends)]
             if strides:
-                ones = [_of_strides(x, each).fill_(1) for x, each in zip(ends, strides, strict=True)]
-            gradients = [recorder.results(x) for x in ones]
+                both = zip(ends, strides, strict=True)
+                ones = [None if each is None else _ones(x, each) for x, each in both]
+            gradients = [recorder.results(x) for x in ones if x is not None]
             with recorder, no_autocast():
-                derivatives = attempt.gradients(ones)
+                derivatives = attempt.gradients(able, ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
     program = Program(recorder, length, outputs, gradients, found, nbytes)
     attempt.forget()
-    return Captured(program, attempt.returned, attempt.differentiable, [x.stride() for x in ones])
+    laid = [None if x is None else x.stride() for x in ones]
+    return Captured(program, attempt, [*chosen.values()], which, laid)
+
+
+def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The tensor with such strides; without, where these put elements in one place."""
+    if x.stride() == strides:
+        return x
+    shared = any(not each and n > 1 for n, each in zip(x.shape, strides, strict=True))
+    return x.contiguous() if shared else _of_strides(x, strides).copy_(x)
+
+
+def _ones(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    size = 1 + sum((n - 1) * each for n, each in zip(x.shape, strides, strict=True)) if x.numel() else 0
+    return torch.ones(size, dtype=x.dtype).as_strided(x.shape, strides)
 
 
 def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -211,18 +253,33 @@ class _Before:
     def __init__(self, state: State, inputs: Sequence[torch.Tensor]) -> None:
         self._state, self._inputs, self._held = state, inputs, state.copy()
         self._versions = [x._version for x in inputs]
-        self._numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of the user
+        self._numbers = [*map(_state_of, state.generators)]
 
     def restored(self) -> str:
         """Restore it; the reason why the call is not captured if something had changed."""
-        drawn = repr((random.getstate(), np.random.get_state()))  # noqa: NPY002
-        random.setstate(self._numbers[0])
-        np.random.set_state(self._numbers[1])  # noqa: NPY002
+        drawn = [*map(_state_of, self._state.generators)]
+        for generator, numbers in zip(self._state.generators, self._numbers, strict=True):
+            _set_state(generator, numbers)
         if changed := self._state.restore(self._held):
             return f"it changes {changed!r}, which is no buffer and no parameter"
         if self._versions != [x._version for x in self._inputs]:
             return "it changes an input in place"
-        return "" if drawn == repr(self._numbers) else "it draws random numbers of Python or numpy"
+        return "" if str(drawn) == str(self._numbers) else "it draws random numbers of Python or numpy"
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 @contextmanager

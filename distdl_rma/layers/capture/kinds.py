@@ -44,6 +44,7 @@ _PLAIN = (
 )
 _ROUNDED = float, complex
 _HOLDERS = (dict, list, set, tuple)
+_UNSEEN = torch.Tensor, type, ModuleType
 # Of longer lists, so many elements are entered.
 _MANY = 1000
 _LIBRARIES = {"torch", "numpy", "distdl_rma", "mpi4py", *sys.stdlib_module_names}
@@ -146,8 +147,9 @@ class State:
         # Generators of random numbers of Python and numpy.
         self.generators: list[Any] = []
         self._met: dict[int, Any] = {}
-        for path, root in (("", model), ("", step), ("", random._inst), ("", np.random.mtrand._rand)):  # type: ignore[attr-defined]
-            self._look(path, root, frozenset())
+        of_all: Any = (random, "_inst"), (np.random.mtrand, "_rand")
+        for root in (model, step, *(getattr(*each) for each in of_all)):
+            self._look("", root, frozenset())
         self._contents = [part for x in self.holders for part in ((x, x.values()) if _is_dict(x) else (x,))]
         self.then = self.held()
         parameters = [(name, x) for part in self._roots() for name, x in part.named_parameters()]
@@ -167,7 +169,7 @@ class State:
         return [module for module in self.modules if module not in inner]
 
     def _look(self, path: str, x: Any, names: frozenset[str]) -> None:
-        if id(x) in self._met or type(x) in _PLAIN or isinstance(x, (torch.Tensor, type, ModuleType)):
+        if id(x) in self._met or type(x) in _PLAIN or isinstance(x, _UNSEEN):
             return
         self._met[id(x)] = x
         if isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
@@ -185,16 +187,15 @@ class State:
         elif isinstance(x, (FunctionType, MethodType)):
             self._function(x)
         elif isinstance(x, partial):
-            for each in (x.func, x.args, x.keywords):
-                self._look(path, each, names)
+            self._look(path, (x.func, x.args, x.keywords), names)
         elif not _is_of_library(type(x)):
             self._object(path, x, names)
 
     def _object(self, path: str, x: Any, names: frozenset[str]) -> None:
-        called = getattr(type(x), "__call__", None)
-        if isinstance(called, FunctionType):
-            names = names | _names_in(called.__code__)
-            self._function(MethodType(called, x))
+        for called in (vars(each).get("__call__") for each in type(x).__mro__):
+            if isinstance(called, FunctionType):
+                names = names | _names_in(called.__code__)
+                self._function(MethodType(called, x))
         if not hasattr(x, "__dict__"):
             raise NotCapturedError(f"{path} is of type {type(x).__name__}, whose attributes are not seen")
         self._table(path, vars(x), names, names)
@@ -241,7 +242,7 @@ class State:
         now, then = self.held(), self.then
         if len(now) != len(then) or self.of_tensors() != self.facts:
             return False
-        return all(map(is_, now, then)) or all(map(_alike, now, then))
+        return all(map(is_, now, then)) or all(map(alike, now, then))
 
     def copy(self) -> list[Any]:
         """All of it, for ``restore``."""
@@ -264,7 +265,7 @@ class State:
                 if isinstance(table, dict):
                     table.update(old)
         for (name, cell), old in zip(self._cells, cells, strict=True):
-            if not _alike(_content(cell), old):
+            if not alike(_content(cell), old):
                 changed = changed or name
                 cell.cell_contents = old
         return changed
@@ -298,10 +299,10 @@ def _names_in(code: CodeType) -> frozenset[str]:
 def _first_change(now: Any, before: Any) -> str | None:
     # Key of the first other value, empty if there are no keys; None if nothing has changed.
     if not isinstance(now, dict):
-        return None if len(now) == len(before) and all(map(_alike, now, before)) else ""
+        return None if len(now) == len(before) and all(map(alike, now, before)) else ""
     if [*now] != [*before]:
         return str(next(iter({*now} ^ {*before}), ""))
-    return next((str(key) for key in now if not _alike(now[key], before[key])), None)
+    return next((str(key) for key in now if not alike(now[key], before[key])), None)
 
 
 def is_plain(x: Any) -> bool:
@@ -309,12 +310,13 @@ def is_plain(x: Any) -> bool:
     return type(x) in _PLAIN
 
 
-def _alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal plain ones."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if type(one) is tuple:
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(alike, one, other))
     # By their texts: 0.0 and -0.0 are equal, and NaN equals nothing.
     return type(one) in _PLAIN and (repr(one) == repr(other) if type(one) in _ROUNDED else bool(one == other))

@@ -27,6 +27,7 @@ is refused (``problem``), the rest shows when a replay is compared with the spli
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -46,11 +47,12 @@ from distdl_rma.layers.split.tensor import SplitTensor
 R = TypeVar("R")
 # Functions that read values into Python without a kernel.
 _READ = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+_TENSOR: Any = torch.Tensor
 # What a replay cannot do again, or would find otherwise than the recorded call.
 _REFUSED: dict[Any, str] = {
-    torch.Tensor.grad.__get__: "reads the .grad of a tensor, as zero_grad() and an optimizer do",
-    torch.Tensor.grad.__set__: "sets the .grad of a tensor",
-    torch.Tensor.data.__set__: "sets the .data of a tensor",
+    _TENSOR.grad.__get__: "reads the .grad of a tensor, as zero_grad() and an optimizer do",
+    _TENSOR.grad.__set__: "sets the .grad of a tensor",
+    _TENSOR.data.__set__: "sets the .data of a tensor",
     torch.Tensor.backward: "calls backward(), which belongs behind the step",
     torch.autograd.backward: "calls backward(), which belongs behind the step",
     torch.autograd.grad: "calls torch.autograd.grad()",
@@ -207,6 +209,21 @@ class Recorder:
         offset = (x.data_ptr() - known.data_ptr()) // x.element_size()
         found = Slot(self.add(x, COMPUTED))
         self.steps.append(Step(alias, (Slot(base), tuple(x.shape), x.stride(), offset), {}, found, True))
+        return found
+
+    def memory(self, number: int) -> int:
+        """Which memory the tensor of a slot shows."""
+        x = self.tensors[number]
+        return x.untyped_storage()._cdata if _has_memory(x) and x.numel() else -1 - number
+
+    def own(self, number: int) -> Slot:
+        """A slot for a result, with memory of its own: torch changes no view in place that has no graph."""
+        x = self.tensors[number]
+        whole = self.kinds[number] != COMPUTED or not _has_memory(x) or not x.numel()
+        if whole or self._by_memory.get(x.untyped_storage().data_ptr()) == number:
+            return Slot(number)
+        found = Slot(self.add(x.clone(), COMPUTED))
+        self.steps.append(Step(torch.ops.aten.clone.default, (Slot(number),), {}, found, True))
         return found
 
     def _known(self, x: torch.Tensor) -> int | None:
@@ -407,6 +424,10 @@ class _Reads(TorchFunctionMode):
         recorder, kwargs = self._recorder, kwargs or {}
         if recorder.notes and _dispatches() and func in _REFUSED:
             recorder.refuse(f"the step {_REFUSED[func]}")
+            with warnings.catch_warnings():
+                # Of a tensor that stands for a parameter.
+                warnings.simplefilter("ignore")
+                return func(*args, **kwargs)
         # Within rules, functions are those of blocks.
         if _dispatches() and any(issubclass(each, SplitTensor) for each in types):
             with self:

@@ -32,12 +32,13 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
-from distdl_rma.layers.capture.attempt import Attempt, Captured, record, unchanged
+from distdl_rma.layers.capture.attempt import Attempt, Captured, laid_out, record, unchanged
 from distdl_rma.layers.capture.kinds import (
     Given,
     NotCapturedError,
     OtherNumbersError,
     State,
+    alike,
     refuse,
 )
 from distdl_rma.layers.capture.program import Backward, Gradients, Kept
@@ -54,7 +55,8 @@ from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.consensus import gather_words
 from distdl_rma.segments.machine import Machine
 
-_MOST = 8
+# Kinds, and recordings of one for gradients of other layouts.
+_MOST, _TIMES = 8, 3
 _has_any_global_hook: Any = torch_module._has_any_global_hook
 _hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
@@ -64,8 +66,8 @@ _ADVICE = "compile(fallback=True) runs such calls by the split model, and withou
 class _Kind:
     """A kind of calls. ``captured`` is None if it is refused.
 
-    ``strides`` are set if the gradients of a backward had other ones than those of the recording, and the
-    next call records ``again``, once. ``raised`` says what recording raised.
+    ``strides`` are set if a backward had other gradients than the recorded one: of other results, or in
+    other layouts. Then the next call records ``again``, some ``times``. ``raised`` is what recording raised.
     """
 
     number: int
@@ -73,7 +75,8 @@ class _Kind:
     state: State
     captured: Captured | None
     known: bool = False
-    strides: list[tuple[int, ...]] | None = None
+    strides: Sequence[tuple[int, ...] | None] = ()
+    times: int = 0
     again: bool = False
     seconds: float = 0.0
     raised: str = ""
@@ -206,7 +209,7 @@ class Compiled:
         self, found: Given | None, problem: str, kind: _Kind | None, calls: Calls, trace: CallTrace
     ) -> _Kind:
         captured, raised, began = None, "", time.perf_counter()
-        strides = [] if kind is None or kind.strides is None else kind.strides
+        strides = () if kind is None else kind.strides
         # A recording must not read values; the run of the split model notes plain tensors.
         noted, trace.met = trace.met, None
         try:
@@ -260,19 +263,22 @@ class Compiled:
             buffers = [x.clone() for x in state.fixed.values()]
             drawn = torch.get_rng_state()
         attempt = Attempt(self._function, found, state, found.tensors, {})
-        results = [x.detach() for x in attempt.results]
-        names = [*map("result {}".format, range(len(results))), *state.fixed]
+        captured = replay.captured
+        results = [attempt.results[n].detach() for n in captured.chosen]
+        names = [*map("result {}".format, captured.chosen), *state.fixed]
         different = _first_different(names, [*outputs, *buffers], [*results, *state.fixed.values()])
+        if not alike(tuple(attempt.plain), tuple(captured.attempt.plain)):
+            different = different or f"a plain result, {captured.attempt.plain} in place of {attempt.plain},"
         if not torch.equal(drawn, torch.get_rng_state()):
             different = different or "the state of random numbers"
         if self.is_different(kind, different) or not any(attempt.differentiable):
             kind.known = kind.captured is not None
-            return attempt.returned(attempt.results)
+            return attempt.returned(range(len(attempt.results)), attempt.results)
         behind = [*self._learnt(kind), *[x for x in found.tensors if x.requires_grad]]
         call = _Comparison(self, kind, attempt, replay)
         backward = Backward(call, [[*range(len(behind))]])
-        tensors = backward.behind(tuple(results), kept, attempt.differentiable, behind)
-        return attempt.returned(tensors)
+        tensors = backward.behind(tuple(results), kept, captured.differentiable, behind)
+        return attempt.returned(captured.which, tensors)
 
     def is_different(self, kind: _Kind, what: str) -> bool:
         """Whether a replay differs on any rank; an error unless such calls go on uncompiled. Collective."""
@@ -301,7 +307,7 @@ class _Replay:
             behind = (*learnt, *[x for x in tensors if x.requires_grad])
             backward = Backward(self, self.program.pieces)
             outputs = backward.behind(outputs, kept, captured.differentiable, behind)
-        return captured.returned(outputs)
+        return captured.attempt.returned(captured.which, outputs)
 
     def backward(
         self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor | None]
@@ -310,21 +316,19 @@ class _Replay:
         return self.program.backward(some, kept, self.given(gradients))
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Gradients of all differentiable results; ``UnsupportedError`` if a result got none."""
-        able = [x for x, each in zip(gradients, self.captured.differentiable, strict=True) if each]
-        missing = [at for at, x in enumerate(able) if x is None]
-        if missing:
+        """The gradients in the recorded layout; ``UnsupportedError`` if they are of other results."""
+        able, strides = self.able(gradients), self.captured.strides
+        if [x is None for x in able] != [each is None for each in strides]:
             raise UnsupportedError(
-                f"compile: differentiable result {missing[0]} of a compiled model gets no gradient in this"
-                " backward, and a replay has one backward, from all results: return those that the loss uses,"
-                " or call detach() on the others in the model"
+                "compile: a backward begins at other results of a compiled model than its first backward, and"
+                " a replay has one backward: return what the loss uses, or detach() the others in the model"
             )
-        # In the layout of the results: that of the number 1 for all elements, as of sum(), would be another.
-        return [
-            x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
-            for x, strides in zip(able, self.captured.strides, strict=True)
-            if x is not None
-        ]
+        both = zip(able, strides, strict=True)
+        return [laid_out(x, each) for x, each in both if x is not None and each is not None]
+
+    def able(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those of differentiable results."""
+        return [x for x, each in zip(gradients, self.captured.differentiable, strict=True) if each]
 
 
 class _Comparison:
@@ -339,24 +343,29 @@ class _Comparison:
     ) -> Iterator[None]:
         """Put gradients of the split model into ``some``, in one piece; blocking, collective."""
         kind, owner, replay = self._kind, self._owner, self._replay
-        given, passed = replay.given(gradients), [x for x in gradients if x is not None]
-        compares, program = kind.captured is replay.captured, replay.program
-        replayed, places = Gradients(), [*chain.from_iterable(program.pieces)]
-        for _ in program.backward(replayed, kept, given):
-            pass
-        found = [replayed[places.index(n)] for n in range(len(places))]
-        if compares and kind.strides is None:
-            # Those of a gradient with elements of its own; not those of one number for all elements.
-            alike = [torch.empty_like(x).stride() == x.stride() for x in passed]
-            own = [(x if dense else y).stride() for x, y, dense in zip(passed, given, alike, strict=True)]
-            if owner.agreed("" if own == replay.captured.strides else "other strides"):
-                kind.strides, kind.again, compares = own, True, False
-        true = self._attempt.gradients(given if compares else passed)
+        captured, able = replay.captured, replay.able(gradients)
+        own, again = [x if x is None else x.stride() for x in able], False
+        compares = kind.captured is captured
+        if compares and kind.times < _TIMES:
+            again = bool(owner.agreed("" if own == captured.strides else "other gradients"))
+        found = Gradients()
+        if compares and not again:
+            given = replay.given(gradients)
+            able = [given.pop(0) if x is not None else None for x in able]
+            with unchanged(kind.state.fixed.values()):
+                for _ in captured.program.backward(found, kept, [x for x in able if x is not None]):
+                    pass
+        elif again:
+            kind.strides, kind.again, kind.times = own, True, kind.times + 1
+        chosen = [n for n, each in zip(captured.chosen, captured.differentiable, strict=True) if each]
+        true = self._attempt.gradients(chosen, able)
         # The engine of the inner graph has a number of its own.
         note_reached_split()
         names = [f"the gradient of {name!r}" for name in kind.state.learnt]
         names += [f"the gradient of input {at}" for at in range(len(true) - len(names))]
-        if compares and not kind.again:
+        if compares and not again:
+            places = [*chain.from_iterable(captured.program.pieces)]
+            found = [found[places.index(n)] for n in range(len(places))]
             kind.known = not owner.is_different(kind, _first_different(names, found, true))
         some += true
         yield

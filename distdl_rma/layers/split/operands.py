@@ -207,8 +207,8 @@ def cut_by_largest(
     partition: Partition,
     shape: Sequence[int],
     operands: Sequence[Decomposition],
-    places: Sequence[Sequence[int]],
-    never: Collection[int] = (),
+    places: Sequence[Sequence[Any]],
+    never: Collection[int | None] = (),
 ) -> Decomposition:
     """Layout of a tensor of which each operand has some dimensions, which lie at its ``places``.
 

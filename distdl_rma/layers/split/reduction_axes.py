@@ -32,11 +32,13 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split, lengths_of
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.redistribution import all_sum, redistributed
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
-OnBlock = Callable[[torch.Tensor], torch.Tensor]
+# A function of a block; of one tensor, or of several with the same dimensions.
+OnBlock = Callable[[torch.Tensor], Any]
 
 
 def chosen_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -133,17 +135,21 @@ def parts_and_all(
     return source, lay.whole(source, dims)
 
 
-def computed(f: OnBlock, x: torch.Tensor) -> torch.Tensor:
+def computed(f: OnBlock, x: torch.Tensor) -> Any:
     """Result of a function for a block, also for an empty one.
 
     Some functions of torch refuse empty blocks. So an empty block is replaced by zeros of extent 1 in its
     graph, and the result is cut to extent 0 in all empty dimensions. Torch also raises the same errors about
     dtypes there as on other ranks.
     """
-    y = f(with_an_element(x))
-    for d in (d for d, n in enumerate(x.shape) if not n):
-        y = y.narrow(d, 0, 0)
-    return y
+    empty = [d for d, n in enumerate(x.shape) if not n]
+
+    def cut(y: torch.Tensor) -> torch.Tensor:
+        for d in empty:
+            y = y.narrow(d, 0, 0)
+        return y
+
+    return mapped(cut, f(with_an_element(x)))
 
 
 def with_an_element(x: torch.Tensor) -> torch.Tensor:
@@ -153,9 +159,7 @@ def with_an_element(x: torch.Tensor) -> torch.Tensor:
     return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
 
 
-def with_whole(
-    site: Site, x: SplitTensor, dims: Sequence[int], what: str = "dimensions made whole"
-) -> tuple[torch.Tensor, Decomposition]:
+def with_whole(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.Tensor, Decomposition]:
     """A block in which some dimensions are whole, and its layout; differentiable, blocking if data moves.
 
     :func:`layout_choice.cut_other_dims` chooses the layout; :func:`put_back` is called with the result.
@@ -166,7 +170,7 @@ def with_whole(
     target = lay.kept(
         layout.partition, "elsewhere", (layout, dims), lambda: layout_choice.cut_other_dims(layout, dims)
     )
-    return redistributed(site, checked_block(x), layout, target, what), target
+    return redistributed(site, checked_block(x), layout, target, "dimensions made whole"), target
 
 
 def put_back(
@@ -187,15 +191,13 @@ def put_back(
     )
 
 
-def by_whole_dims(
-    site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock, what: str = "dimensions made whole"
-) -> SplitTensor:
+def by_whole_dims(site: Site, x: SplitTensor, dims: Sequence[int], compute: OnBlock) -> Any:
     """Apply a function that needs some dimensions whole and treats every index of the others separately.
 
-    The result has the dimensions of the input in the same order.
+    Its result, or each of its results, has the dimensions of the input in the same order.
     """
-    local, layout = with_whole(site, x, dims, what)
-    return put_back(site, computed(compute, local), layout, x._layout)
+    local, layout = with_whole(site, x, dims)
+    return mapped(lambda y: put_back(site, y, layout, x._layout), computed(compute, local))
 
 
 def laid_out(layout: Decomposition, order: Sequence[int | None], y: torch.Tensor) -> Decomposition:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import (
     ConfigurationError,
@@ -469,3 +472,168 @@ def test_ranks_that_call_other_kinds(P_world, comm):
     with pytest.raises(MismatchError, match="replays kind 0"):
         model(x)
     model.distributed.close()
+
+
+W = 1.0
+
+
+class Crit:
+    """A loss that is no module."""
+
+    scale = 1.0
+
+    def __init__(self):
+        self.weight, self.table = 1.0, {"slopes": [1.0], "flags": {"a": 1}}
+
+    def part(self, y):
+        return y * self.weight * self.scale
+
+    def __call__(self, y):
+        return self.part(y).sum() * self.table["slopes"][0] * ("a" in self.table["flags"])
+
+
+def helper(y):
+    return y * W
+
+
+def _changes_w():
+    globals()["W"] += 0.5
+
+
+def _changes_key(crit):
+    crit.table["flags"]["b"] = crit.table["flags"].pop("a", 1)
+
+
+# A step of a model, a Crit and a tuple of a tensor, and what changes between its calls.
+NAMED = {
+    "nested code": (lambda m, c, t: lambda x: sum(m(y).mean() * W for y in (x,)), lambda c, t: _changes_w()),
+    "a helper": (lambda m, c, t: lambda x: helper(m(x)).mean(), lambda c, t: _changes_w()),
+    "a method": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: setattr(c, "weight", c.weight + 1)),
+    "a class": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: setattr(Crit, "scale", Crit.scale + 1)),
+    "a list in a dict": (
+        lambda m, c, t: lambda x: c(m(x)),
+        lambda c, t: c.table.update(slopes=[c.table["slopes"][0] + 1]),
+    ),
+    "an element of it": (
+        lambda m, c, t: lambda x: c(m(x)),
+        lambda c, t: c.table["slopes"].__setitem__(0, c.table["slopes"][0] + 1),
+    ),
+    "a key": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: _changes_key(c)),
+    "a tensor in a tuple": (lambda m, c, t: lambda x: m(x).mean() * t[0].exp(), lambda c, t: t[0].add_(0.25)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.sizes(2)
+def test_what_a_step_names_may_change(P_world, name):
+    make, change = NAMED[name]
+    torch.manual_seed(3)
+    with Pair(nn.Conv2d(1, 2, 3, padding=1)) as pair:
+        pair.models[1]._compiled_call_impl = None
+        crit, tensors = Crit(), (torch.ones(()),)
+        steps = [make(model, crit, tensors) for model in pair.models]
+        steps[1] = capture(steps[1])
+        for at in range(6):
+            x, found = torch.rand(1, 1, 8, 6, generator=torch.Generator().manual_seed(at)), []
+            for model, step in zip(pair.models, steps, strict=True):
+                model.zero_grad()
+                loss = step(x)
+                loss.backward()
+                found.append([loss.full_tensor().detach(), model.weight.grad.clone()])
+            assert alike(*found), at
+            # Virtual ranks share globals and classes.
+            if at == 2 and (W == 1.0 or name not in {"nested code", "a helper"}):
+                change(crit, tensors)
+        assert any(kind.known for kind in steps[1].kinds)
+
+
+def _goes_backward(model, x):
+    y = model(x).mean()
+    y.backward()
+    return y.detach()
+
+
+def _registers(model, x):
+    y = model(x)
+    y.register_hook(print)
+    return y.mean()
+
+
+def _two_views(model, x):
+    y = model(x)
+    return y, y[:, :1]
+
+
+STEPS = {
+    "zero_grad": (lambda m, x: m.zero_grad() or m(x).mean(), "reads the .grad"),
+    "backward": (_goes_backward, "calls backward"),
+    "grad": (lambda m, x: m(x).mean() * (1 + m.weight.grad.norm()), "reads the .grad"),
+    "autograd.grad": (lambda m, x: torch.autograd.grad(m(x).mean(), m.weight)[0].sum(), "autograd.grad"),
+    "a hook of a tensor": (_registers, "a hook of a"),
+    "data": (lambda m, x: setattr(m.bias, "data", m.bias + 1) or m(x).mean(), "sets the .data"),
+    "a checkpoint": (lambda m, x: checkpoint(m, x, use_reentrant=False).mean(), "of a checkpoint"),
+    "a time": (lambda m, x: (m(x).mean(), time.time()), "a plain result"),
+    "two views": (_two_views, "show the same memory"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.sizes(2)
+def test_what_is_no_part_of_a_step(P_world, name):
+    function, words = STEPS[name]
+    torch.manual_seed(3)
+    model = distribute(nn.Conv2d(1, 2, 3, padding=1), {"H": -1})
+    x = torch.rand(1, 1, 8, 6)
+    model(x).mean().backward()
+    with pytest.raises(UnsupportedError, match=words):
+        capture(lambda x: function(model, x))(x)
+    model.distributed.close()
+
+
+@pytest.mark.sizes(2)
+def test_parameters_that_no_module_shows(P_world):
+    torch.manual_seed(3)
+    model, other = distribute(nn.Conv2d(1, 2, 1), {"H": -1}), nn.Parameter(torch.ones(()))
+    x, weight, held = torch.rand(1, 1, 8, 6), model.weight, (random.Random(1), np.random.default_rng(1))
+    for step, words in (
+        (lambda x: model(x).mean() * weight.detach().norm(), "does not take from its module"),
+        (lambda x: model(x).mean() * other, "no parameter of its modules"),
+        (lambda x: model(x).mean() * held[0].random(), "random numbers of Python"),
+        (lambda x: model(x).mean() * held[1].random(), "random numbers of Python"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            capture(step)(x)
+    assert held[0].random() == random.Random(1).random()
+    model.distributed.close()
+
+
+@pytest.mark.parametrize("results", ["same", "detached", "unused", "view"])
+def test_results_that_are_one_tensor_or_unused(P_world, results):
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = convs(2, nn.GroupNorm(1, 4))
+
+        def forward(self, x):
+            y = self.net(x)
+            others = {"same": y, "detached": y.detach(), "unused": y * 2, "view": None}
+            return (y[:, :1] if results == "view" else y), others[results]
+
+    def loss(found):
+        y, other = found
+        y.relu_()
+        return square(y) + (0 if results in {"unused", "view"} else other.square().mean())
+
+    torch.manual_seed(3)
+    with Pair(Several()) as pair:
+        assert kinds(pair.train(lambda: torch.rand(2, 1, 9, 8), loss, 5)) == [True]
+
+
+def test_a_model_behind_a_compiled_one(P_world):
+    """Gradients that arrive are views without the halo."""
+    torch.manual_seed(3)
+    after = distribute(nn.Conv2d(1, 2, 3, padding=1), {"H": -1})
+    with Pair(convs(2, nn.GroupNorm(1, 4))) as pair:
+        pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: after(y[:, :1]).square().mean(), 8)
+        pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: y.mean(), 8)
+    after.distributed.close()

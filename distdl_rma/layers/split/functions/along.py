@@ -10,8 +10,8 @@ with a transform of its columns:
             1 1 1 1      0 0 | 1 1     F F | F F      F F F F
           cut in rows   cut in columns   by torch     cut in rows
 
-Each way is one exchange in which every element travels at most once. Results that no longer have the extent
-of the input, such as a ``topk``, stay where they are: they are small.
+Each way is one exchange in which every element travels at most once. Results without the dimension, such as
+medians, stay where they are: they are small.
 """
 
 from __future__ import annotations
@@ -21,78 +21,49 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.operands import (
-    as_whole,
     composition,
     of_any_cut,
     of_cut,
     on_whole_tensors,
 )
 from distdl_rma.layers.split.reduction_axes import (
+    Along,
     by_whole_dims,
-    chosen_dims,
-    laid_out,
+    computed,
     positive,
-    put_back,
-    with_an_element,
     with_whole,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, any_cut, composed
+from distdl_rma.layers.split.tensor import SplitTensor, composed
 
-# Whether results have the extent of the input in the dimension.
-_ALONG = {
-    **dict.fromkeys("cumsum cumprod logcumsumexp cummax cummin argsort sort".split(), True),
-    **dict.fromkeys("topk kthvalue mode median nanmedian quantile nanquantile diff".split(), False),
-}
+_ALONG = "cumsum cumprod logcumsumexp cummax cummin argsort sort topk diff".split()
+_TO_ONE = "kthvalue mode median nanmedian quantile nanquantile".split()
 
 
-@checked_rule("movement", *_ALONG)
+@checked_rule("movement", *_ALONG, *_TO_ONE)
 @of_any_cut
 def along_whole_dimension(call: Call, site: Site, x: Any, dim: Any, **given: Any) -> Any:
-    """If the dimension is cut, another one is cut meanwhile; results of the same shape move back.
+    """If the dimension is cut, another one is cut meanwhile; results along it move back.
 
     Without another dimension, or for functions of all elements, every rank gets the whole tensor.
     """
     func, args, kwargs = call
-    name, others = func.__name__, tensors_in(given)
-    if name in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
+    if func.__name__ in ("sort", "argsort") and args[1:] and isinstance(args[1], bool):
         # The overload with ``stable`` first.
         return composed(func, x, **{"stable": args[1], **kwargs})
-    if not isinstance(x, SplitTensor) or any_cut(others) or (name == "diff" and others):
+    if not isinstance(x, SplitTensor) or dim is None or tensors_in(given) or 0 in x.shape:
         return on_whole_tensors(*call)
-    stays, ndim = _ALONG[name], x.dim()
-    dims, keepdim = chosen_dims(dim, ndim), given.get("keepdim", True)
-    local, layout = with_whole(site, x, dims)
-    if dim is not None:
-        given["dim"] = positive(dim, ndim)
-    elif name.endswith("median"):
-        keepdim = given.pop("keepdim")
+    dims, keepdim = (positive(dim, x.dim()),), given.pop("keepdim", None)
     options = {name: value for name, value in given.items() if value is not None}
-    # ``q`` may require a gradient.
-    options = mapped(lambda q: as_whole(site, q, lay.whole(layout, dims), "q"), options)
-    empty = [d for d in range(ndim) if not local.shape[d]]
-    if 0 in x.shape:
-        # Torch raises its errors for a tensor without elements.
-        func(local.new_zeros(x._layout.shape), **options)
-    # Torch returns some results without elements for types of which it computes none.
-    result = func(local if 0 in x.shape else with_an_element(local), **options)
-
-    def split(y: torch.Tensor) -> SplitTensor:
-        # For each dimension of the result that of the input; None for a new one or another extent.
-        kept = [None if d in dims else d for d in range(ndim) if keepdim or d not in dims]
-        order = [*range(ndim)] if stays else [*(None,) * (y.dim() - len(kept)), *kept]
-        for at, d in enumerate(order):
-            y = y.narrow(at, 0, 0) if d in empty else y
-        if stays:
-            return put_back(site, y, layout, x._layout)
-        return SplitTensor(y, laid_out(lay.whole(layout, dims), order, y))
-
-    return mapped(split, result)
+    if keepdim is None:
+        return by_whole_dims(site, x, dims, partial(func, dim=dims[0], **options))
+    along = Along(site, *with_whole(site, x, dims), dims)
+    found = computed(partial(func, dim=dims[0], keepdim=True, **options), along.local)
+    return mapped(lambda y: along.result(y, keepdim), found)
 
 
 rule("movement", "msort", doc="As ``sort`` along the first dimension.")(
@@ -119,8 +90,7 @@ def transform(call: Call, site: Site, x: SplitTensor, dim: Any, **given: Any) ->
         # In the user's order: the last one is that of a real transform.
         dims = tuple(positive(d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     compute = partial(func, dim=dims[0] if "n" in given else dims, **given)
-    changed = "shifted" if func.__name__.endswith("shift") else "transformed"
-    return by_whole_dims(site, x, dims, compute, f"{changed} dimensions made whole")
+    return by_whole_dims(site, x, dims, compute)
 
 
 @checked_rule("window", torch.gradient)
@@ -133,7 +103,7 @@ def gradient(call: Call, site: Site, x: SplitTensor, spacing: Any, dim: Any, edg
     dims = range(x.dim()) if dim is None else dim if isinstance(dim, (list, tuple)) else (dim,)
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing] * len(dims)
 
-    def along(d: int, step: Any) -> SplitTensor:
+    def along(d: int, step: Any) -> Any:
         given = {"spacing": step, "dim": d, "edge_order": edge_order}
         return by_whole_dims(site, x, [d], lambda block: torch.gradient(block, **given)[0])
 

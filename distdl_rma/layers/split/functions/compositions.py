@@ -28,8 +28,6 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
     """Norms and a product, summed over the ranks if the dimension is cut."""
     # As in torch: integers get the common type, while different floating-point types meet in the product.
     both = torch.result_type(x1, x2)
-    if not both.is_floating_point:
-        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {both}")
     x1, x2 = (x if x.is_floating_point() else x.to(both) for x in (x1, x2))
     x1, x2 = torch.broadcast_tensors(x1, x2)
 
@@ -38,13 +36,6 @@ def cosine_similarity(x1: Any, x2: Any, dim: int, eps: float) -> Any:
         return found + (eps - found.detach()).clamp(min=0)
 
     return (x1 / length(x1) * (x2 / length(x2))).sum(dim)
-
-
-@checked_rule("reduction", torch.Tensor.__contains__)
-@composition
-def contains(x: Any, element: Any) -> bool:
-    """Whether any rank's block has the element."""
-    return bool((x == element).any())
 
 
 @checked_rule("reduction", "equal", "allclose")
@@ -80,7 +71,7 @@ _BY_TORCH: dict[str, list[Any]] = {
     "loss": [F.gaussian_nll_loss, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss],
     "norm": [F.local_response_norm, torch.norm, torch.Tensor.norm],
     "random": [F.gumbel_softmax],
-    "reduction": [F.softmin],
+    "reduction": [F.softmin, torch.Tensor.__contains__],
     "window": [F.lp_pool1d, F.lp_pool2d, F.lp_pool3d],
 }
 _COPIES = {function: _unguarded(function) for functions in _BY_TORCH.values() for function in functions}

@@ -1,4 +1,4 @@
-"""Products and functions of matrices: rows stay in place; sums over a cut dimension need a sum over ranks.
+"""Products of matrices: rows stay in place; sums over a cut dimension need a sum over ranks.
 
 All products are one contraction, written as in einsum: a label for each dimension of each operand, and those
 of the result. ``planned`` chooses for each grid dimension one label that it cuts; operands and result are
@@ -13,8 +13,6 @@ It is the label that the largest operand is cut in: that operand stays in place,
 that they need beside it (``as_part``). If ``k`` is cut, only the result is summed, which is smaller than the
 gathered operands in most networks. Partial products of short dtypes are summed in a longer one and rounded
 once.
-
-Functions of matrices, such as ``svd``, need whole matrices; samples, or another dimension, are cut.
 """
 
 from __future__ import annotations
@@ -29,22 +27,20 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
 from distdl_rma.layers.split.calls.autocast import castable
-from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
+from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, name_of, rule
+from distdl_rma.layers.split.calls.table import name_of, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
     common_partition,
+    composition,
     cut_by_largest,
-    of_cut,
-    on_whole_tensors,
     part_at,
     site_for,
 )
 from distdl_rma.layers.split.redistribution import all_sum
-from distdl_rma.layers.split.reduction_axes import laid_out, positive, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
@@ -204,7 +200,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return composed(_T.to, composed(torch.add, SplitTensor(y, work.result), bias), dtype)
 
 
-@rule("contraction", *"matmul mm bmm mv dot vdot inner outer ger __matmul__ __rmatmul__".split())
+@rule("contraction", *"matmul mm bmm mv dot vdot outer ger __matmul__ __rmatmul__".split())
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products."""
     a, b = (*args, *(each for key, each in kwargs.items() if key != "out"))
@@ -214,11 +210,6 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return contracted(func, func, [a, b], [["m"], ["n"]], ["m", "n"])
     if func.__name__ in ("dot", "vdot") or a.dim() == b.dim() == 1:
         return contracted(func, func, [a, b], [["k"], ["k"]], [])
-    if func.__name__ == "inner":
-        if not (a.dim() and b.dim()):
-            return composed(torch.mul, a, b)
-        one, two = ([(name, d) for d in range(x.dim() - 1)] for name, x in (("a", a), ("b", b)))
-        return contracted(func, func, [a, b], [[*one, "k"], [*two, "k"]], [*one, *two])
     first = ["k"] if a.dim() == 1 else [*_batch(a.dim() - 2), "m", "k"]
     second = ["k"] if b.dim() == 1 else [*_batch(b.dim() - 2), "k", "n"]
     more = max(a.dim(), b.dim()) - 2
@@ -226,31 +217,17 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return contracted(func, func, [a, b], [first, second], out)
 
 
-# The product in each function, labels of its factors, and labels of the result.
-_ADDED: dict[str, tuple[Any, Labels, Labels, Labels]] = {
-    "addmm": (torch.mm, "mk", "kn", "mn"),
-    "baddbmm": (torch.bmm, "bmk", "bkn", "bmn"),
-}
-
-
-@checked_rule("contraction", *_ADDED)
-def added_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its blocks. If a summed dimension is cut, ranks sum the products, then add."""
-    product, first, second, out = _ADDED[func.__name__]
-    x, (a, b, *_) = args[0], named(func, args, kwargs).values()
-    factors = {key: kwargs[key] for key in ("beta", "alpha") if key in kwargs}
-    labels: list[Labels] = [out[len(out) - x.dim() :], first, second]
-    site, work, blocks = prepared(func, [x, a, b], labels, out)
-    if not work.summed:
-        return SplitTensor(func(*blocks, **factors), work.result)
-    y, dtype = _summed(site, product, [a, b], blocks[1:], work)
+@checked_rule("contraction", "addmm", "baddbmm")
+@composition
+def added_product(x: Any, **given: Any) -> Any:
+    """A product, then a sum; numbers of short types are rounded once."""
+    a, b, _, beta, alpha = given.values()
+    dtype, wide = x.dtype, sum_dtype(x.dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
         # Torch rounds these factors to integers.
-        factors = {key: int(n) if isinstance(n, float) else n for key, n in factors.items()}
-    found: Any = SplitTensor(y * factors.get("alpha", 1), work.result)
-    if beta := factors.get("beta", 1):
-        found = composed(torch.add, found, composed(_T.to, x, y.dtype), alpha=beta)
-    return composed(_T.to, found, dtype)
+        beta, alpha = int(beta), int(alpha)
+    y = torch.matmul(a.to(wide), b.to(wide)) * alpha
+    return (y + x.to(wide) * beta if beta else y).to(dtype)
 
 
 @checked_rule("contraction", torch.einsum)
@@ -282,37 +259,10 @@ def _named(names: str, dims: int) -> list[Any]:
     return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
-@rule(
-    "contraction",
-    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
-    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
-)
-@of_cut()
-def of_matrices(call: Call, site: Site, x: SplitTensor, **_: Any) -> Any:
-    """Each rank applies the function to its matrices; if these are cut, another dimension is instead."""
-    func, (_x, *rest), kwargs = call
-    count = len(x._layout.shape)
-    if count < 2 or any(len(frozen(y)) for y in tensors_in(rest, kwargs)):
-        return on_whole_tensors(*call)
-    local, layout = with_whole(site, x, (count - 2, count - 1), "matrices made whole")
-
-    def split(y: torch.Tensor) -> SplitTensor:
-        if local.requires_grad and not y.requires_grad and not local.numel() and y.dtype.is_floating_point:
-            # For empty blocks, torch returns some results without a graph, unlike on other ranks.
-            y = y + local.sum().abs().to(y.dtype)
-        order = [*range(count - 2), *(None,) * (y.dim() - count + 2)]
-        return SplitTensor(y, laid_out(layout, order, y))
-
-    return mapped(split, func(local, *rest, **kwargs))
-
-
 @checked_rule("contraction", "cross")
-def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each rank multiplies its vectors, whose three elements become whole."""
-    a, (b, dim) = args[0], named(func, args, kwargs).values()
-    shape = frozen(a)
+@composition
+def cross(x: Any, other: Any, dim: int | None) -> Any:
+    """Products of elements that are rolled along the vectors; these stay cut as they are."""
     # As in torch, the first dimension of three elements, if the user names none.
-    dim = positive(shape.index(3) if dim is None else dim, len(shape))
-    names = list(range(-len(shape), 0))
-    _, work, blocks = prepared(func, [a, b], [names, names], names, (names[dim],))
-    return SplitTensor(torch.linalg.cross(*blocks, dim=dim), work.result)
+    dim = x.shape.index(3) if dim is None else dim
+    return x.roll(-1, dim) * other.roll(-2, dim) - x.roll(-2, dim) * other.roll(-1, dim)

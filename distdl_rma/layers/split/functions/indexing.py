@@ -28,8 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.errors import ShapeError
-from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
 from distdl_rma.layers.split import layout as lay
@@ -51,7 +49,9 @@ from distdl_rma.layers.split.operands import (
     as_part,
     as_whole,
     block_of,
+    common_partition,
     composition,
+    cut_by_largest,
     everywhere_of,
     of_any_cut,
     of_cut,
@@ -263,9 +263,7 @@ def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor,
     y = _cut_out(x, tuple(slices))
     for dim, number in reversed(numbers):
         y = _one(func, y, dim, number)
-    if not news:
-        return y, chosen
-    return _with_new(y, news), chosen
+    return _with_new(y, news) if news else y, chosen
 
 
 def _bounds(given: slice, dim: int, extent: int) -> list[tuple[int, int, int, int]]:
@@ -357,30 +355,18 @@ def taken(x: Any, index: Any) -> Any:
     return x.reshape(-1)[index]
 
 
-@checked_rule("movement", *"index_select index_add index_copy index_fill".split())
+@checked_rule("movement", "index_select")
 @of_any_cut
-def along_one(call: Call, site: Site, x: Any, dim: int, index: Any, **others: Any) -> Any:
+def index_select(call: Call, site: Site, x: Any, dim: int, index: Any) -> Any:
     """Elements by indices, which every rank gets; a cut dimension becomes whole."""
-    func, name = call[0], call[0].__name__
-    if any_cut(index) and name == "index_select" and x.dim() and dim in (0, -x.dim()):
-        return by_rows(func, x, index)
+    if any_cut(index) and x.dim() and dim in (0, -x.dim()):
+        return by_rows(call[0], x, index)
     if not (isinstance(x, SplitTensor) and x.dim()):
         return on_whole_tensors(*call)
-    dim = positive(dim, len(x._layout.shape))
+    dim = positive(dim, x.dim())
     local, layout = with_whole(site, x, [dim])
-    index = _everywhere(site, index, 0)
-    if name == "index_select":
-        y = local.index_select(dim, index)
-        return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
-    other, *more = others.values()
-    if isinstance(other, torch.Tensor):
-        shape = tuple(frozen(other))
-        wanted = uncut(layout, {dim: shape[dim]}) if shape else part_for((), layout)
-        if shape != wanted.shape:
-            raise ShapeError(f"{site.name}: the source has the global shape {shape}, wanted {wanted.shape}")
-        other = as_part(site, other, wanted, layout, 1)
-    factor = {"alpha": more[0]} if more else {}
-    return SplitTensor(getattr(_T, name)(local, dim, index, other, **factor), layout)
+    y = local.index_select(dim, _everywhere(site, index, 0))
+    return SplitTensor(y, uncut(layout, {dim: y.shape[dim]}))
 
 
 @checked_rule("movement", *"gather take_along_dim scatter scatter_add scatter_reduce".split())
@@ -397,16 +383,13 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
         return on_whole_tensors(*call)
     dim = positive(dim, x.dim())
     # Dimensions of equal extents are cut like the largest split operand.
-    extents = [frozen(each) for each in operands]
-    uneven = [d for d in range(x.dim()) if d == dim or len({shape[d] for shape in extents}) > 1]
-    base = max(
-        (each._layout for each in operands if isinstance(each, SplitTensor)),
-        key=lambda each: (
-            len([d for d in each.cut_dims if d not in uneven]),
-            Box.of_shape(each.shape).volume,
-        ),
+    extents, every = [frozen(each) for each in operands], range(x.dim())
+    uneven = [d for d in every if d == dim or len({shape[d] for shape in extents}) > 1]
+    split = [each._layout for each in operands if isinstance(each, SplitTensor)]
+    moved = [layout_choice.cut_other_dims(layout, uneven) for layout in split]
+    work = cut_by_largest(
+        common_partition(call[0], operands), extents[0], moved, [every] * len(moved), uneven
     )
-    work = layout_choice.cut_other_dims(base, uneven)
 
     def part(at: int, each: torch.Tensor) -> torch.Tensor:
         shape = frozen(each)
@@ -486,18 +469,13 @@ def _exchanged_split(site: Site, layout: Decomposition, at: int, count: int) -> 
 def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> Any:
     """Indices of elements, cut in their order; ranks exchange how many they have."""
     flat = reshape(x, (-1,))
-    layout = flat._layout
-    start, _ = layout.own_box.bounds[0]
-    number = checked_block(flat).nonzero()[:, 0] + start
-    layout = lay.with_splits(layout, {0: _exchanged_split(site, layout, 0, len(number))})
-    places = []
-    for n in reversed(frozen(x)):
-        places.append(number % n)
-        number = number // n
+    places = torch.arange(*flat._layout.own_box.bounds[0], device=x.device)
+    found = by_mask(call[0], SplitTensor(places, flat._layout), composed(torch.ne, flat, 0))
+    numbers, layout = torch.unravel_index(found._local, frozen(x)), found._layout
     if as_tuple:
-        return tuple(SplitTensor(each, layout) for each in reversed(places))
+        return tuple(SplitTensor(each, layout) for each in numbers)
     rows = lay.reordered(layout, [0, None])
-    return SplitTensor(torch.stack(places[::-1], 1), uncut(rows, {1: len(places)}))
+    return SplitTensor(torch.stack(numbers, 1), uncut(rows, {1: len(numbers)}))
 
 
 @rule("pointwise", "where")

@@ -137,10 +137,7 @@ def group_norm(
     call: Call, site: Site, x: SplitTensor, num_groups: Any, weight: Any, bias: Any, eps: float, **_: Any
 ) -> Any:
     """Uses mean and variance of each sample and group of channels of the whole tensor."""
-    shape, groups = x._layout.shape, int(num_groups)
-    if len(shape) < 2 or groups < 1 or shape[1] % groups:
-        raise ShapeError(f"{site.name}: the channels of {shape} do not form {groups} groups")
-    return _normalised(call, site, x, groups, (weight, bias), eps)
+    return _normalised(call, site, x, int(num_groups), (weight, bias), eps)
 
 
 _OF_LAST = "Uses {} over the last dimensions; ranks exchange {} only if these are cut."

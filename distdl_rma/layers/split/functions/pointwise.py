@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
@@ -38,7 +37,6 @@ from distdl_rma.layers.split.operands import (
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.reduction_axes import laid_out, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, become_split, checked_block, composed, refused
 from distdl_rma.layers.split.views import (
     begin_change,
@@ -292,23 +290,3 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(layouts) > 1 or (layouts and plain):
             raise refused(func, "a parameter, its gradient and its state are not cut alike")
     func(*mapped(block_of, args), **mapped(block_of, kwargs))
-
-
-@checked_rule("pointwise", "view_as_real")
-@of_cut(uncut=True)
-def view_as_real(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
-    """Each rank views its block; the new last dimension is whole."""
-    y = call[0](checked_block(x))
-    return seen_of(x, y, laid_out(x._layout, [*range(x.dim()), None], y), strides_of(x, call[0]))
-
-
-@checked_rule("pointwise", "view_as_complex")
-@of_cut(uncut=True)
-def view_as_complex(call: Call, site: Site, x: SplitTensor) -> SplitTensor:
-    """Each rank views its block; the last dimension becomes whole first."""
-    # Raises torch's error about strides on all ranks.
-    last, strides = x.dim() - 1, strides_of(x, call[0])
-    local, layout = with_whole(site, x, (last,))
-    moved = layout is not x._layout
-    y = call[0](local.contiguous() if moved else local)
-    return seen_of(x, y, lay.reordered(layout, range(last)), strides, moved)

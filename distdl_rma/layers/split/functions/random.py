@@ -35,7 +35,7 @@ from distdl_rma.layers.split.operands import (
     part_for,
     site_for,
 )
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.layers.split.views import begin_change
 from distdl_rma.layers.staging import up
 
@@ -186,15 +186,10 @@ def drawn_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @of_cut(uncut=True)
 def rrelu(call: Call, site: Site, x: SplitTensor, lower: float, upper: float, **given: Any) -> Any:
     """In training each rank draws slopes for the negative elements of its block; else a fixed slope."""
-    func, local = call[0], checked_block(x)
-    in_place = given.get("inplace") or func.__name__.endswith("_")
-    if in_place:
-        begin_change(func, x)
-    if given["training"]:
-        slope = torch.empty_like(local.detach())
-        draw(slope, "uniform_", x._layout, lower, upper, source=given.get("generator"))
-        slope = torch.where(local.detach() > 0, 1.0, slope)
-        y = local.mul_(slope) if in_place else local * slope
-    else:
-        y = F.leaky_relu(local, (lower + upper) / 2, in_place)
-    return x if in_place else SplitTensor(y, x._layout)
+    in_place = bool(given.get("inplace")) or call[0].__name__.endswith("_")
+    if not given["training"]:
+        return composed(F.leaky_relu, x, (lower + upper) / 2, inplace=in_place)
+    local = checked_block(x).detach()
+    slope = draw(torch.empty_like(local), "uniform_", x._layout, lower, upper, source=given.get("generator"))
+    factor = SplitTensor(torch.where(local > 0, 1.0, slope), x._layout)
+    return composed(torch.Tensor.mul_ if in_place else torch.mul, x, factor)

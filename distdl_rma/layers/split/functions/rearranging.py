@@ -7,7 +7,7 @@ Three ways to rearrange a dimension that is cut:
   keep what is added, so that no block of the large one moves (``layout_choice.joined``).
 - *Another cut meanwhile* (``flip``, ``diag``, ``unfold``: the rows of ``_enter``): every index of the other
   dimensions is rearranged alike. So one of these is cut instead, torch's function runs on the blocks, and the
-  result stays cut there.
+  result stays cut there. Functions of matrices, such as ``svd``, are here too.
 - *Strips to other blocks* (``roll``): two slices of the dimension are joined in the other order, and cut as
   before. By a small shift most elements stay on their rank.
 """
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
+from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, name_of, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule
+from distdl_rma.layers.split.calls.table import Call, rule
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
 from distdl_rma.layers.split.functions.indexing import narrowed
 from distdl_rma.layers.split.functions.shapes import derived, frozen, on_shape, reshape
 from distdl_rma.layers.split.operands import (
@@ -69,7 +69,8 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
         base = tensors[largest]._layout
         if dim not in base.cut_dims:
             base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
-        return _places(name_of(call[0]), base, largest, shapes, dim)
+        raise_as_torch(*call)
+        return _places(base, largest, shapes, dim)
 
     result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
     pieces = [
@@ -80,16 +81,9 @@ def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
 
 
 def _places(
-    name: str, base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
+    base: Decomposition, at: int, shapes: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[Decomposition, list[Decomposition]]:
     # Layout of a concatenation, and the layout of each tensor within it.
-    for number, shape in enumerate(shapes):
-        wanted = base.shape[:dim] + shape[dim : dim + 1] + base.shape[dim + 1 :]
-        if shape != wanted:
-            raise ShapeError(
-                f"{name}: tensor {at} has the global shape {base.shape} but tensor {number} {shape}, which"
-                f" must agree but in dimension {dim}"
-            )
     extents = [shape[dim] for shape in shapes]
     cut = dim in base.axes
     whole = layout_choice.joined(extents, at, base.splits[dim]) if cut else Balanced(sum(extents), 1)
@@ -154,33 +148,45 @@ def _enter(
     *names: Any,
     dims: tuple[Any, ...] | None,
     doc: str,
+    kind: str = "movement",
     gone: bool = False,
     new: tuple[str, ...] = (),
     view: bool = False,
 ) -> None:
-    # ``dims`` must be uncut: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
+    # Functions that need some dimensions uncut, and treat every index of the others separately. ``dims`` are
+    # these dimensions: numbers, or names of arguments with them; None for all dimensions. ``gone``: the
     # result does not have them. ``new``: arguments with positions of new dimensions, which otherwise come
     # last. ``view``: torch returns a view.
-    @of_cut(uncut=True, plain="an argument beside the tensor is split")
-    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> SplitTensor:
+
+    @of_cut(uncut=True)
+    def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
         """Needs dimensions uncut: others are cut instead."""
         func, (_x, *rest), kwargs = call
+        if any(len(frozen(each)) for each in tensors_in(rest, kwargs)):
+            return on_whole_tensors(*call)
         count = len(x._layout.shape)
         found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
         each_of = (each if isinstance(each, (tuple, list)) else (each,) for each in found)
         whole = [positive(d, count) for each in each_of for d in each]
+        # Torch's errors about strides are raised on all ranks, before elements move.
+        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs)) if view else None
         local, layout = with_whole(site, x, whole)
-        y = func(local, *rest, **kwargs)
-        order = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
-        for at in sorted(given[name] % y.dim() for name in new):
-            order.insert(at, None)
-        result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
-        if not view:
-            return SplitTensor(y, result)
-        strides = strides_of(x, lambda memory: func(memory, *rest, **kwargs))
-        return seen_of(x, y, result, strides, layout is not x._layout)
+        moved = layout is not x._layout
+        kept = [None if d in whole else d for d in range(count) if not (gone and d in whole)]
 
-    checked_rule("movement", *names, doc=doc)(handler)
+        def split(y: torch.Tensor) -> SplitTensor:
+            if local.requires_grad and not (y.requires_grad or local.numel()) and y.dtype.is_floating_point:
+                # For empty blocks, torch returns some results without a graph, unlike on other ranks.
+                y = y + local.sum().abs().to(y.dtype)
+            order = [*kept]
+            for at in sorted(given[name] % y.dim() for name in new):
+                order.insert(at, None)
+            result = laid_out(layout, [*order, *(None,) * (y.dim() - len(order))], y)
+            return seen_of(x, y, result, strides, moved) if view else SplitTensor(y, result)
+
+        return mapped(split, func(local.contiguous() if moved else local, *rest, **kwargs))
+
+    checked_rule(kind, *names, doc=doc)(handler)
 
 
 _ORDER = "Reorders elements of some dimensions; if one is cut, another dimension is cut instead."
@@ -191,9 +197,20 @@ _enter("flip", "rot90", dims=("dims",), doc=_ORDER)
 _enter("flipud", dims=(0,), doc=_ORDER)
 _enter("fliplr", "channel_shuffle", "native_channel_shuffle", dims=(1,), doc=_ORDER)
 _enter(_T.unfold, dims=("dimension",), view=True, doc=_WINDOWS)
+_OF_PAIRS = "Each rank views its block; the dimension of both parts is whole."
+_enter("view_as_real", dims=(), view=True, doc=_OF_PAIRS)
+_enter("view_as_complex", dims=(-1,), gone=True, view=True, doc=_OF_PAIRS)
 _enter("diagonal", dims=("dim1", "dim2"), gone=True, view=True, doc=_DIAGONALS)
 _enter("diag", "diagflat", dims=None, gone=True, doc=_ONTO_DIAGONALS)
 _enter("diag_embed", dims=(-1,), gone=True, new=("dim1", "dim2"), doc=_ONTO_DIAGONALS)
+_enter(
+    *"svd svdvals qr eig eigvals eigh eigvalsh cholesky cholesky_ex inv inv_ex inverse pinv pinverse".split(),
+    *"det logdet slogdet matrix_rank matrix_power matrix_exp lu_factor cond cholesky_inverse".split(),
+    dims=(-2, -1),
+    gone=True,
+    kind="contraction",
+    doc="Each rank applies the function to its matrices; if these are cut, another dimension is instead.",
+)
 
 
 @checked_rule("movement", "roll")

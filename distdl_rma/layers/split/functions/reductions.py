@@ -14,7 +14,7 @@ The families differ in how they combine partial results, and hence in their grad
 - *Of the whole* (``logsumexp``, ``prod``, norms): every rank gets all partial results and reduces these.
   Differentiating through a partial result would be wrong where it overflows and the whole does not. So the
   gradient is written down here, from the element and the whole result (:class:`_OfWhole`).
-- *Extremes* (``max``, ``argmin``): an allreduce of integers that are ordered like the numbers. MPI does not
+- *Extremes* (``max``, ``amin``): an allreduce of integers that are ordered like the numbers. MPI does not
   say what the maximum of a NaN is, and a short float would need a type of its own; integers have one order.
 
 Partial results are in the longer dtype of ``sum_dtype`` and are rounded once, at the end, as torch's kernels
@@ -40,7 +40,7 @@ from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.pointwise import pointwise
 from distdl_rma.layers.split.operands import of_any_cut, of_cut, on_whole_tensors
 from distdl_rma.layers.split.redistribution import reduced
-from distdl_rma.layers.split.reduction_axes import Along, OnBlock, computed, with_whole
+from distdl_rma.layers.split.reduction_axes import Along, OnBlock, computed
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.segments.machine import Machine
 
@@ -118,11 +118,13 @@ def of_whole(along: Along, reduce: OnBlock, slope: Slope) -> torch.Tensor:
 
     If no reduced dimension is cut, it is torch's of the block, with all further derivatives.
     """
+    y: torch.Tensor
     if not along.cut:
-        return reduce(along.local)
+        y = reduce(along.local)
+        return y
     with torch.no_grad():
         result = reduce(along.together(computed(reduce, along.local), "results of ranks"))
-    y: torch.Tensor = _OfWhole.apply(along.local, result, slope)
+    y = _OfWhole.apply(along.local, result, slope)
     return y
 
 
@@ -173,21 +175,17 @@ def variance(
     along = Along.of(site, x, dim)
     dtype, dims, cut, fails = along.local.dtype, along.dims, along.cut, correction >= along.count
 
-    def of_block() -> Any:
-        y = func(along.local, dim, correction=correction, keepdim=True)
-        return mapped(lambda each: along.result(each, keepdim), y)
-
-    if not (cut or fails) and along.local.numel():
-        return of_block()
-    if fails or not cut:
-        # As in torch, results and gradients are infinite or NaN. An empty block has none, but torch warns.
-        along.local, along.layout = with_whole(along.site, x, dims)
+    if fails:
+        # As in torch, results and gradients are infinite or NaN, with a warning.
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            found = of_block()
-        for each in warned if fails else ():
+            found = on_whole_tensors(*call)
+        for each in warned:
             warn_user(str(each.message), each.category)
         return found
+    if not cut:
+        found = computed(lambda x: func(x, dim, correction=correction, keepdim=True), along.local)
+        return mapped(lambda each: along.result(each, keepdim), found)
     values = along.local.to(sum_dtype(dtype))
     mean = along.summed(values.sum(dims, keepdim=True)) / along.count
     degrees, centre, is_std = along.count - correction, mean.detach(), func.__name__.startswith("std")
@@ -311,84 +309,45 @@ def softmax(
     return SplitTensor(y.to(local.dtype), along.layout)
 
 
-# Integer dtypes of as many bits, for keys in the order of the numbers; NaN is beyond all others.
-_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-_KEYS = {dtype: BIT_WORDS[dtype.itemsize][0] for dtype in _FLOATS}
-# Index on a rank that does not have the extreme: larger than all others, so that it is never the first one.
-_NOWHERE = torch.iinfo(torch.int64).max
-
-
-def _keys(x: torch.Tensor, largest: bool) -> torch.Tensor:
-    # Integers in the order of the numbers. The bits of a positive float, read as an integer, grow with it.
-    # Those of a negative one fall: all bits but the sign are inverted. So -0.0 is below 0.0. NaN is the
-    # largest key for a maximum and the smallest for a minimum: as in torch, it wins either way.
-    kind = _KEYS.get(x.dtype)
-    if kind is None:
-        return x
-    bounds = torch.iinfo(kind)
-    words = x.view(kind)
-    keys = torch.where(words < 0, words ^ bounds.max, words)
-    return torch.where(x.isnan(), bounds.max if largest else bounds.min, keys)
-
-
-def _numbers(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # The inverse of ``_keys``, but for the bits of a NaN.
-    if dtype not in _KEYS:
-        return keys
-    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
-
-
-def _worst(dtype: torch.dtype, largest: bool) -> float:
-    # A value that no element of the dtype is worse than, for blocks without elements.
-    if dtype.is_floating_point:
-        return -torch.inf if largest else torch.inf
-    if dtype is torch.bool:
-        return not largest
-    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
-
-
 def _of_ranks(along: Along, y: torch.Tensor, largest: bool) -> torch.Tensor:
-    # The extreme over the ranks, outside of autograd.
-    if not along.cut:
-        return y.detach()
-    keys = reduced(
-        along.site, _keys(y.detach(), largest), along.ranks, "max" if largest else "min", "extreme"
-    )
-    return _numbers(keys, y.dtype)
-
-
-def _is_extreme(x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
-    equal = x == extreme
-    return equal | (x.isnan() & extreme.isnan()) if x.is_floating_point() else equal
-
-
-def _nothing(along: Along, largest: bool) -> torch.Tensor | None:
-    # The worst value in place of an empty block's result, in its graph; None if the block has elements.
-    local, dims = along.local, along.dims
-    if not along.count or local.dtype.is_complex or all(local.shape[d] for d in dims):
-        return None
-    nothing = local.sum(dims, keepdim=True)
-    return (nothing * 0 + _worst(local.dtype, largest)).to(local.dtype)
+    # The extreme over the ranks, outside of autograd, by integers in the order of the numbers. The bits of a
+    # positive float, read as an integer, grow with it. Those of a negative one fall: all bits but the sign
+    # are inverted. So -0.0 is below 0.0. NaN is the best of all: as in torch, it wins.
+    dtype, floats = y.dtype, y.is_floating_point()
+    kind = BIT_WORDS[dtype.itemsize][0] if floats else torch.int64
+    low, high = torch.iinfo(kind).min, torch.iinfo(kind).max
+    best, worst = (high, low) if largest else (low, high)
+    if floats:
+        words = y.view(kind)
+        keys = torch.where(y.isnan(), best, torch.where(words < 0, words ^ high, words))
+    else:
+        keys = y.to(kind)
+    if not y.numel():
+        # That of a block without elements.
+        keys = keys.new_full([1 if d in along.dims else n for d, n in enumerate(y.shape)], worst)
+    keys = reduced(along.site, keys, along.ranks, "max" if largest else "min", "extreme")
+    return torch.where(keys < 0, keys ^ high, keys).view(dtype) if floats else keys.to(dtype)
 
 
 def _extreme(along: Along, largest: bool, keepdim: bool, nan_too: bool, multiplies: bool) -> SplitTensor:
     # All elements that are equal to the extreme share its gradient, those of other ranks too. Functions of
     # torch differ in two ways: whether a NaN equals the result NaN, and whether a gradient that is NaN (as
     # where no element equals the result) is multiplied by 0 for the other elements, or not read.
-    function = torch.amax if largest else torch.amin
-    x, dims, site, ranks = along.local, along.dims, along.site, along.ranks
-    found = _nothing(along, largest)
-    y = _of_ranks(along, function(x.detach(), dims, True) if found is None else found, largest)
+    function, dims, site, ranks = torch.amax if largest else torch.amin, along.dims, along.site, along.ranks
+    if not along.cut:
+        return along.result(function(along.local, dims, True), keepdim)
+    partial_result = computed(lambda x: function(x, dims, True), along.local.detach())
+    y = _of_ranks(along, partial_result, largest)
 
     def slope(gradient: torch.Tensor, x: torch.Tensor, extreme: torch.Tensor) -> torch.Tensor:
-        equal = _is_extreme(x, extreme) if nan_too else x == extreme
+        equal = x == extreme
+        if nan_too and x.is_floating_point():
+            equal = equal | (x.isnan() & extreme.isnan())
         count = reduced(site, equal.sum(dims, keepdim=True), ranks, what="gradient, equal elements")
         share = gradient / count
         return share * equal if multiplies else torch.where(equal, share, 0)
 
-    if x.requires_grad and torch.is_grad_enabled():
-        y = _OfWhole.apply(x, y, slope, site.machine)
-    return along.result(y, keepdim)
+    return along.result(_OfWhole.apply(along.local, y, slope, site.machine), keepdim)
 
 
 @checked_rule("reduction", "amax", "amin", "aminmax")
@@ -417,25 +376,16 @@ def largest(call: Call, site: Site, x: Any, dim: Any, keepdim: bool, other: Any)
 
 
 def _with_index(along: Along, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # The extreme along one dimension, differentiable, and its global index.
+    # The extreme along one dimension, differentiable, and its global index: the first of equal ones is on the
+    # first of the ranks that have one.
     function: Any = torch.max if largest else torch.min
     (d,) = along.dims
-    values = _nothing(along, largest)
-    if values is None:
-        values, indices = function(along.local, d, True)
-        indices = indices + along.layout.own_box.bounds[d][0]
-    else:
-        indices = values.new_full(values.shape, _NOWHERE, dtype=torch.int64)
+    values, indices = computed(lambda x: function(x, d, True), along.local)
     if not along.cut:
         return values, indices
-    extreme = _of_ranks(along, values, largest)
-    first = indices.where(_is_extreme(values.detach(), extreme), _NOWHERE)
-    first = reduced(along.site, first, along.ranks, "min", "first index")
-    if values.requires_grad and torch.is_grad_enabled():
-        # Only the rank that has the element gets the gradient.
-        mine = indices == first
-        extreme = _OfWhole.apply(values, extreme, lambda gradient, *_: gradient.where(mine, 0))
-    return extreme, first
+    indices = indices + along.layout.own_box.bounds[d][0]
+    values, ranks = function(along.together(values, "extremes"), d, True)
+    return values, along.together(indices, "indices").gather(d, ranks)
 
 
 @checked_rule("reduction", "argmax", "argmin")

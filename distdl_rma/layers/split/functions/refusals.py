@@ -93,12 +93,13 @@ _OF_ALL: dict[str, list[Any]] = {
     "random": [torch.poisson, torch.binomial],
     "movement": [
         *"unique unique_consecutive histc histogram bincount corrcoef cov searchsorted".split(),
+        *("index_add", "index_copy", "index_fill"),
         *(torch.block_diag, torch.cartesian_prod, torch.combinations),
         *("meshgrid", torch._VF.meshgrid),  # type: ignore[attr-defined]
     ],
     "contraction": [
         *(torch.linalg.solve, torch.linalg.solve_triangular, torch.linalg.lstsq, torch.cdist),
-        *(torch.tensordot, *"cholesky_solve bilinear kron addr addmv addbmm".split()),
+        *(torch.tensordot, *"cholesky_solve inner bilinear kron addr addmv addbmm".split()),
         *"lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split(),
     ],
 }

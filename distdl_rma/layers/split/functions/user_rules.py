@@ -23,7 +23,7 @@ from torch import nn
 from distdl_rma.errors import ArgumentError
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.table import RULES, Rule
-from distdl_rma.layers.split.operands import as_part, common_layout, part_for, site_for
+from distdl_rma.layers.split.operands import as_blocks, common_layout, site_for
 from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 
 # Attribute of a replaced method that has the original one.
@@ -94,32 +94,24 @@ def _register_elementwise(what: Any) -> None:
 
 
 def _by_elements(compute: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-    # Every rank calls ``compute`` with its parts of the operands. A tensor that is passed twice is one object
-    # there too, and one that the function changes and returns is the user's split tensor again.
+    # Every rank calls ``compute`` with its parts of the operands. One that the function changes and returns
+    # is the user's split tensor again.
     operands = tensors_in(args, kwargs)
     result = common_layout(func, operands)
-    site, blocks = site_for(func, *operands), dict[int, Any]()
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        if id(x) not in blocks:
-            blocks[id(x)] = x, as_part(site, x, part_for(x.shape, result), result, len(blocks))
-        found: torch.Tensor = blocks[id(x)][1]
-        return found
-
-    found = compute(*mapped(block, args), **mapped(block, kwargs))
-    wanted = result.own_box.shape
+    parts, options = as_blocks(site_for(func, *operands), (args, kwargs), result)
+    blocks, wanted = tensors_in(parts, options), result.own_box.shape
 
     def split(y: torch.Tensor) -> torch.Tensor:
         if tuple(y.shape) != wanted:
             raise refused(func, f"it is registered as elementwise, and returns {tuple(y.shape)} for {wanted}")
-        changed = next((x for x, each in blocks.values() if each is y), None)
+        changed = next((x for x, each in zip(operands, blocks, strict=True) if each is y), None)
         if changed is None:
             return SplitTensor(y, result)
         if not isinstance(changed, SplitTensor) or changed._local is not y:
             raise refused(func, "it changes a tensor in place that had to move")
         return changed
 
-    return mapped(split, found)
+    return mapped(split, compute(*parts, **options))
 
 
 def _register_module(kind: type[nn.Module], handler: Callable[..., Any]) -> None:

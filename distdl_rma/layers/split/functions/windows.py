@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.halo import each_dim
 from distdl_rma.geometry.intervals import Balanced
@@ -166,16 +165,9 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
     dims, layout = len(size), x._layout
     local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
 
-    def check() -> bool:
-        raise_as_torch(*call)
-        if 0 in layout.shape[-dims:]:
-            raise ShapeError(f"{site.name}: the global input {layout.shape} has no elements to pool")
-        if not local.dtype.is_floating_point:
-            raise refused(call[0], f"the input is {local.dtype}; only floating point numbers are averaged")
-        return True
-
     # As text: 1.0 equals 1, and torch takes only one of them.
-    site.kept(("checked", str(size), layout, local.dtype), check)
+    key = "checked", str(size), layout, local.dtype
+    site.kept(key, lambda: raise_as_torch(*call) is not None)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
     # Dimensions that are cut and pooled to one element: by sums. The others: by windows.
@@ -231,8 +223,8 @@ def padded(call: Call, site: Site, x: SplitTensor, pad: Any, mode: str, value: A
 def _padded(
     func: Any, site: Site, x: SplitTensor, sides: tuple[int, ...], mode: str, value: float
 ) -> SplitTensor:
-    # Dimensions that are not padded may be cut in any way. The operation takes two of them first, as batch
-    # and channels, and treats all others as spatial ones; so dimensions are permuted there and back.
+    # The operation never pads the first two dimensions, batch and channels: if one of these is padded, new
+    # dimensions of extent 1 are before it.
     layout, local = x._layout, checked_block(x)
     if mode in ("reflect", "replicate"):
         local = _widened(local)
@@ -245,28 +237,18 @@ def _padded(
         longer = {d: Balanced(layout.shape[d] + sum(by_dim[d]), 1) for d in padded}
         return SplitTensor(func(local, sides, mode, value), lay.with_splits(layout, longer))
 
-    def make() -> tuple[Any, list[int | None], list[int], Decomposition]:
-        # Two dimensions without padding lead; the others are spatial ones.
-        kept: list[int | None] = [d for d in range(dims) if d not in padded]
-        order = [*([None] * max(0, _LEADING - len(kept))), *kept, *padded]
-        spatial = tuple(by_dim.get(d, (0, 0)) if d is not None else (0, 0) for d in order[_LEADING:])
-        way = "zeros" if mode == "constant" and value == 0 else mode
-        options = PadOptions(spatial, way, value)
-        operation, output = _made(Padding, site, lay.reordered(layout, order), local.dtype, options)
-        back = [order.index(d) for d in range(dims)]
-        return operation, order, back, lay.reordered(output, back)
+    new = max(0, _LEADING - padded[0])
 
-    operation, order, back, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
-    first = order.count(None)
-    straight = order == list(range(dims))
-    given = local if straight else local.permute([d for d in order if d is not None])[(None,) * first]
-    y = operation(needs_of(local), given)
-    if straight:
-        return SplitTensor(y, output)
-    y = y[(0,) * first] if first else y
-    # Contiguous, as in torch. Cloned on all ranks: ``contiguous()`` would leave some blocks views.
-    y = y.permute([at - first for at in back]).clone(memory_format=torch.contiguous_format)
-    return SplitTensor(y, output)
+    def make() -> tuple[Any, Decomposition]:
+        spatial = tuple(by_dim.get(d, (0, 0)) for d in range(_LEADING - new, dims))
+        options = PadOptions(spatial, "zeros" if mode == "constant" and value == 0 else mode, value)
+        source = lay.reordered(layout, [*(None,) * new, *range(dims)])
+        operation, output = _made(Padding, site, source, local.dtype, options)
+        return operation, lay.reordered(output, range(new, new + dims))
+
+    operation, output = site.kept(("pad", layout, local.dtype, sides, mode, value), make)
+    y = operation(needs_of(local), local[(None,) * new] if new else local)
+    return SplitTensor(y[(0,) * new] if new else y, output)
 
 
 @checked_rule("window", F.max_unpool1d, F.max_unpool2d, F.max_unpool3d)
@@ -277,8 +259,6 @@ def max_unpool(call: Call, site: Site, x: Any, indices: Any, **others: Any) -> A
     if not isinstance(x, SplitTensor):
         raise refused(func, "the indices are split, the input is not; both are to be cut alike")
     layout = x._layout
-    if tuple(indices.shape) != layout.shape:
-        raise ShapeError(f"{site.name}: input is {layout.shape}, the indices {tuple(indices.shape)}")
     dims = len(layout.shape)
     spatial = range(dims - int(func.__name__[-2]), dims)
     local, whole = with_whole(site, x, spatial)
@@ -298,18 +278,14 @@ def unfold(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     local, whole = with_whole(site, x, (rows, columns))
     y = computed(partial(call[0], **how), local)
 
-    def of_patches(found: Decomposition) -> Decomposition:
-        # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
-        d = next((axis for axis in found.axes if axis in (rows, columns)), rows)
-        rest = lay.whole(found, {rows, columns} - {d})
-        splits = {
-            channels: layout_choice.scaled(found.splits[channels], times, 1),
-            rows: Balanced(y.shape[-1], found.splits[d].parts),
-        }
-        return lay.with_splits(lay.reordered(rest, [*range(rows), d]), splits)
-
-    target = of_patches(x._layout)
-    return SplitTensor(redistributed(site, y, of_patches(whole), target, "cut again"), target)
+    # Patches get the cut of rows or columns, whichever an earlier grid dimension cuts.
+    d = next((axis for axis in x._layout.axes if axis in (rows, columns)), rows)
+    found, before = (
+        lay.with_splits(each, {channels: layout_choice.scaled(each.splits[channels], times, 1)})
+        for each in (whole, lay.whole(x._layout, {rows, columns} - {d}))
+    )
+    found, before = (lay.reordered(found, [*range(rows), None]), lay.reordered(before, [*range(rows), d]))
+    return put_back(site, y, found, before, "cut again")
 
 
 @checked_rule("window", F.fold)
@@ -336,7 +312,6 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     def make() -> tuple[Decomposition, Decomposition, Decomposition]:
         # Layouts of the result, of the planes and of the points. The result is cut where the input is, a
         # spatial cut of which becomes one of the points; an input that is not cut follows the points.
-        func(torch.empty(of_x, device="meta"), torch.empty(of_grid, device="meta"), **how)
         if isinstance(x, SplitTensor) and x.is_split:
             axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
         else:

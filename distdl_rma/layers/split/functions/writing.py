@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Balanced, Split
+from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import tensors_in
@@ -40,7 +40,7 @@ from distdl_rma.layers.split.functions.indexing import (
 )
 from distdl_rma.layers.split.functions.pointwise import changed_plain, pointwise, without_gradient
 from distdl_rma.layers.split.functions.shapes import frozen
-from distdl_rma.layers.split.operands import as_part, common_partition, part_for, site_for
+from distdl_rma.layers.split.operands import as_part, common_partition, cut_by_largest, part_for, site_for
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import with_whole
 from distdl_rma.layers.split.tensor import (
@@ -124,9 +124,7 @@ def _beside(
 def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: Any) -> Decomposition:
     # Layout for a plain tensor that becomes split, in which the written values need not move.
     partition = common_partition(func, tensors_in(list(given), value))
-    axes: list[int | None] = [None] * partition.dim
-    splits: list[Split] = [Balanced(n, 1) for n in x.shape]
-    dims: list[int | None]
+    dims: list[Any]
     if any(isinstance(each, torch.Tensor) for each in given):
         first = given[0]
         layout = first._layout if isinstance(first, SplitTensor) and is_mask(first) else None
@@ -137,15 +135,15 @@ def _layout_to_write(func: Any, x: torch.Tensor, given: Sequence[Any], value: An
         layout = value._layout if isinstance(value, SplitTensor) else None
         if layout is not None:
             dims = (len(layout.shape) * [None] + dims)[-len(layout.shape) :]
-    if layout is not None:
-        for g, axis in enumerate(layout.axes):
-            to = None if axis is None else dims[axis]
-            if axis is None or to is None or to in axes:
-                continue
-            same = layout.shape[axis] == x.shape[to]
-            splits[to] = layout.splits[axis] if same else Balanced(x.shape[to], layout.splits[axis].parts)
-            axes[g] = to
-    return lay.layout(partition, splits, tuple(axes))
+    if layout is None:
+        return lay.replicated(partition, x.shape)
+    # Parts of a dimension that is written in part have the ends of balanced ones.
+    splits = {
+        axis: Balanced(x.shape[to], layout.splits[axis].parts)
+        for axis, (n, to) in enumerate(zip(layout.shape, dims, strict=False))
+        if to is not None and n != x.shape[to]
+    }
+    return cut_by_largest(partition, x.shape, [lay.with_splits(layout, splits)], [dims], (None,))
 
 
 def _write_chosen(
