@@ -117,34 +117,16 @@ def agreed_sharing(
     """
     if all(answer == _NO_CALLBACKS for answer in answers.values()):
         return None
+    for rank, answer in answers.items():
+        problem = answer.problem
+        if answer.ranks and rank not in source.partition:
+            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
+            problem = f"{gave}, which has no part of the tensor: it shares its statistics with nobody, []"
+        if problem:
+            raise ConfigurationError(problem)
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
-    # The ranks that each rank names, and those that name the same: equal if all name each other.
-    named = {
-        rank: sorted(possible[rank] if answers[rank].ranks is None else answers[rank].ranks or [rank])
-        for rank in P_x.ranks
-    }
-    groups = grouped(P_x.ranks, lambda rank: tuple(named[rank]))
-    sharing = {rank: group for group in groups for rank in group}
-    for problem in filter(None, (answer.problem for answer in answers.values())):
-        raise ConfigurationError(problem)
-    # Ranks without a callback name all that they could share with, and come last: they may contradict others
-    # only because of these.
-    for rank, answer in sorted(answers.items(), key=lambda item: item[1].ranks is None):
-        could, does = list(possible.get(rank, ())), list(sharing.get(rank, ()))
-        if rank not in P_x and answer.ranks:
-            problem = "which has no part of the tensor: it shares its statistics with nobody, []"
-        elif sorted(does) != named.get(rank, []):
-            all_mutual = "ranks that share statistics all name each other, and nobody else"
-            problem = f"but the ranks that say the same are {does}: {all_mutual}"
-        elif not set(does) <= set(could):
-            problem = f"but only ranks {could} hold elements that share a mean and a variance"
-        else:
-            continue
-        gave = f"rank {rank} shares its statistics with {could}, as its user does not say otherwise"
-        if answer.ranks is not None:
-            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
-        raise ConfigurationError(f"{gave}, {problem}")
+    sharing = shared_among(possible, {rank: answer.ranks for rank, answer in answers.items()})
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
         if answer.nbytes not in (None, wanted):
@@ -152,6 +134,39 @@ def agreed_sharing(
                 f"{_NBYTES}() gave {answer.nbytes} on rank {rank}, one message of its statistics has {wanted}"
                 " bytes"
             )
+    return sharing
+
+
+def shared_among(
+    possible: Mapping[int, Sequence[int]], said: Mapping[int, Sequence[int] | None]
+) -> dict[int, tuple[int, ...]]:
+    """Ranks that share statistics with each rank, which may share them with the ``possible`` ones.
+
+    ``said`` are answers of users; without one a rank shares with all. ``ConfigurationError`` as for
+    :func:`agreed_sharing`.
+    """
+    # The ranks that each rank names, and those that name the same: equal if all name each other.
+    named = {
+        rank: sorted(all_ranks if said.get(rank) is None else said[rank] or [rank])
+        for rank, all_ranks in possible.items()
+    }
+    groups = grouped(tuple(possible), lambda rank: tuple(named[rank]))
+    sharing = {rank: group for group in groups for rank in group}
+    # Ranks without a callback name all that they could share with, and come last: they may contradict others
+    # only because of these.
+    for rank in sorted(possible, key=lambda rank: said.get(rank) is None):
+        could, does, ranks = possible[rank], sharing[rank], said.get(rank)
+        if sorted(does) != named[rank]:
+            all_mutual = "ranks that share statistics all name each other, and nobody else"
+            problem = f"but the ranks that say the same are {[*does]}: {all_mutual}"
+        elif not {*does} <= {*could}:
+            problem = f"but only ranks {[*could]} hold elements that share a mean and a variance"
+        else:
+            continue
+        gave = f"rank {rank} shares its statistics with {[*could]}, as its user does not say otherwise"
+        if ranks is not None:
+            gave = f"{_RANKS}() gave {[*ranks]} on rank {rank}"
+        raise ConfigurationError(f"{gave}, {problem}")
     return sharing
 
 
