@@ -20,7 +20,7 @@ import torch
 
 from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition, alike
+from distdl_rma.geometry.partition import Partition, alike, by_key
 from distdl_rma.layers.dtypes import DTYPES
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.tensors import problem_with
@@ -168,13 +168,11 @@ def check_devices(facts: dict[int, InputFacts]) -> None:
 
     Tensors without elements count too: a rank that only receives gets its result where its input is.
     """
-    (first, expected), *others = ((rank, fact.device or "cpu") for rank, fact in facts.items())
-    for rank, device in others:
-        if device.partition(":")[0] != expected.partition(":")[0]:
-            raise ShapeError(
-                f"rank {first} passes a tensor on {expected} but rank {rank} one on {device}: all ranks have"
-                " one type of device, also for tensors without elements, zero_volume_tensor(device=...)"
-            )
+    alike(
+        {rank: (fact.device or "cpu").partition(":")[0] for rank, fact in facts.items()},
+        "rank {} passes a tensor on {} but rank {} one on {}: all ranks have one type of device, also for"
+        " tensors without elements, zero_volume_tensor(device=...)",
+    )
 
 
 def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
@@ -198,17 +196,14 @@ def check_trainable(facts: dict[int, InputFacts]) -> None:
     The others would wait for its gradient in the backward. Parameters may differ between groups: those that
     ranks keep for themselves are nobody else's.
     """
-    found: dict[int, tuple[int, tuple[str, ...]]] = {}
-    for rank, fact in facts.items():
-        if fact.trainable is None:
-            continue
-        group, names = fact.trainable
-        first, expected = found.setdefault(group, (rank, names))
-        if names != expected:
-            raise ProtocolError(
-                f"the parameters that need a gradient are {[*expected]} on rank {first} and {[*names]} on"
-                f" rank {rank}: freeze a parameter on all ranks or on none"
-            )
+    stated = {rank: fact.trainable for rank, fact in facts.items() if fact.trainable is not None}
+    for ranks in by_key(stated, lambda rank: stated[rank][0]).values():
+        alike(
+            {rank: [*stated[rank][1]] for rank in ranks},
+            "the parameters that need a gradient are {1} on rank {0} and {3} on rank {2}: freeze a parameter"
+            " on all ranks or on none",
+            ProtocolError,
+        )
 
 
 def source_of(
