@@ -208,11 +208,17 @@ __all__ = [name for name in sorted(globals()) if name[0].isupper()]
 
 
 @contextlib.contextmanager
-def told(kind: type[DistdlError], what: str) -> abc.Iterator[dict[str, typing.Any]]:
-    """Context in which an error of others becomes one of ``kind``, behind ``what``; gives an empty dict."""
+def told(kind: type[DistdlError], what: str, how: str = "") -> abc.Iterator[dict[str, typing.Any]]:
+    """Context in which an error of others becomes one of ``kind``, between ``what`` and ``how``.
+
+    Gives an empty dict. Of an error that a library of servers translated, the text is the servers'.
+    """
     try:
         yield {}
     except DistdlError:
         raise
     except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+        found: BaseException = error
+        while isinstance(found.__cause__, Exception) and isinstance(found, (FileNotFoundError, TimeoutError)):
+            found = found.__cause__
+        raise kind(f"{what}: {type(found).__name__}: {found}{how}") from error

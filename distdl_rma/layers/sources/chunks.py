@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.intervals import Split
 from distdl_rma.layers.sources.reading import label
 
 # Bytes fetched for a byte wanted, above which a grid deserves a warning.
@@ -56,8 +55,13 @@ def fetched_of(source: Any, intervals: Sequence[Iterable[tuple[int, int]]]) -> f
     >>> fetched_of(scan, [[(0, 4), (4, 8), (8, 12)]]), fetched_of(scan, [[(0, 5), (5, 12)]])
     (1.8333333333333333, 1.0)
     """
+    return prod(_costs(source, intervals))
+
+
+def _costs(source: Any, intervals: Iterable[Iterable[tuple[int, int]]]) -> list[float]:
+    # For each dimension, which are independent.
     chunks = chunks_of(source) or (1,) * len(source.shape)
-    return prod(map(_fetched, map(_edges, source.shape, chunks), intervals, source.shape))
+    return [*map(_fetched, map(_edges, source.shape, chunks), intervals, source.shape)]
 
 
 def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
@@ -65,10 +69,7 @@ def warn_of_chunks(source: Any, layout: Decomposition, stacklevel: int) -> None:
     chunks, partition = chunks_of(source), layout.partition
     if chunks is None or 0 in layout.shape or partition.me != partition.ranks[0]:
         return
-    cost = [
-        _fetched(_edges(extent, chunk), _intervals(split), extent)
-        for extent, chunk, split in zip(layout.shape, chunks, layout.splits, strict=True)
-    ]
+    cost = _costs(source, (map(split.interval, range(split.parts)) for split in layout.splits))
     if prod(cost) > _ENOUGH:
         cut = [d for d, each in enumerate(cost) if each > 1]
         warnings.warn(
@@ -85,10 +86,6 @@ def _edges(extent: int, chunk: Any) -> Sequence[int]:
     if isinstance(chunk, (tuple, list)):
         return [0, *accumulate(chunk)]
     return range(0, extent + int(chunk), int(chunk))
-
-
-def _intervals(split: Split) -> Iterator[tuple[int, int]]:
-    return map(split.interval, range(split.parts))
 
 
 def _fetched(edges: Sequence[int], intervals: Iterable[tuple[int, int]], extent: int) -> float:

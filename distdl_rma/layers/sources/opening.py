@@ -28,14 +28,14 @@ from urllib.request import url2pathname
 
 import numpy as np
 
-from distdl_rma.errors import ArgumentError, DataError, DistdlError, UnsupportedError
+from distdl_rma.errors import ArgumentError, DataError, UnsupportedError, told
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_hdf5, of_nifti, of_tiff
 from distdl_rma.layers.sources.hdf5 import behind_links, check_own, hdf5_file, hdf5_lock
 from distdl_rma.layers.sources.packed import SCALES, check_stored
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import text_of, torch_dtype
-from distdl_rma.layers.sources.remote import check_found, is_url, needed, opened, reason, version_of
+from distdl_rma.layers.sources.remote import check_found, is_url, needed, opened, version_of
 from distdl_rma.layers.sources.zarr_nodes import chosen, store_of, zarr_array
 
 # Streams that are read from their beginning only, and archives; what makes a file that is read anywhere.
@@ -148,18 +148,15 @@ def open_array(source: str | os.PathLike[str] | Any, name: str | None = None) ->
             " numpy.memmap(path, dtype, 'r', shape=shape), for other files what their library opens, or"
             " a Source(shape, dtype, read)"
         )
-    try:
+    whole = f"; is it a whole {suffix} file that this user may read?"
+    with told(DataError, f"{path}: cannot be opened", whole):
         check_found(store_of(path)[0])
         found, where = _FORMATS[suffix].opened(path, name)
         if isinstance(found, RawArray) and not is_url(path):
-            return replace(found, **where._asdict())
-        return FileSource(path, name, _FORMATS[suffix], found, where)
-    except DistdlError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{path}: cannot be opened: {reason(error)}; is it a whole {suffix} file that this user may read?"
-        ) from error
+            found = replace(found, **where._asdict())
+        else:
+            found = FileSource(path, name, _FORMATS[suffix], found, where)
+    return found
 
 
 def _suffix(path: str) -> str:
@@ -195,19 +192,13 @@ class FileSource:
 
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
         """The box, as the library returns it; ``DataError`` if it fails, or a server's file has changed."""
-        with hdf5_lock(self._kind.locked):
-            try:
-                # A handle that a fork inherits would return wrong data.
-                if self._pid != os.getpid():
-                    self._array, self._pid = self._kind.opened(self.path, self.name)[0], os.getpid()
-                found = self._array[box]
-            except DistdlError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"{self}: reading {text_of(box)} failed: {reason(error)}; if the file is damaged, copy or"
-                    " write it again"
-                ) from error
+        damaged = "; if the file is damaged, copy or write it again"
+        reading = told(DataError, f"{self}: reading {text_of(box)} failed", damaged)
+        with hdf5_lock(self._kind.locked), reading:
+            # A handle that a fork inherits would return wrong data.
+            if self._pid != os.getpid():
+                self._array, self._pid = self._kind.opened(self.path, self.name)[0], os.getpid()
+            found = self._array[box]
         if self.version is not None and version_of(self.path) != self.version:
             raise DataError(f"{self}: has changed on the server since it was opened: open it again")
         return found
@@ -304,14 +295,10 @@ def _check_netcdf(path: str) -> None:
         if file.read(3) != b"CDF":
             return
     netcdf_file = needed("scipy.io", "netcdf").netcdf_file
-    try:
-        with netcdf_file(path, mmap=True):
-            pass
-    except Exception as error:
-        raise DataError(
-            f"{path}: its NetCDF header does not fit the file, which is truncated, or scipy does not know it"
-            f" ({error}); copy or write it again; a whole one is converted by: nccopy -k nc4 {path} new.nc"
-        ) from error
+    wrong = f"{path}: its NetCDF header does not fit the file, which is truncated, or scipy does not know it"
+    copy = f"; copy or write it again; a whole one is converted by: nccopy -k nc4 {path} new.nc"
+    with told(DataError, wrong, copy), netcdf_file(path, mmap=True):
+        pass
 
 
 def _tiff(path: str, name: str | None) -> tuple[Any, Dimensions]:

@@ -17,14 +17,13 @@ error. Files change while a job runs: the version that the server names is compa
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distdl_rma.errors import ArgumentError, DataError, DistdlError
+from distdl_rma.errors import ArgumentError, DataError, told
 
 # Seconds without a byte after which a server of http counts as gone, and seconds of a whole answer.
 _SILENT_SECONDS, _ANSWER_SECONDS = 30.0, 300.0
@@ -76,7 +75,7 @@ def nbytes_of(path: str) -> int:
 def version_of(url: str) -> tuple[Any, ...]:
     """What a server says now about a file: its size, and what else changes with its bytes."""
     files, place = filesystem(url)
-    with _asked(url):
+    with told(DataError, url):
         # Stores keep what they have listed.
         files.invalidate_cache()
         info = files.info(place)
@@ -106,7 +105,7 @@ def fetch(url: str, runs: Iterable[_Run]) -> None:
 def _fill(url: str, files: Any, place: str, blocks: list[list[_Run]]) -> None:
     starts = [block[0][1] for block in blocks]
     ends = [at + len(memory) for *_, (memory, at) in blocks]
-    with _asked(url):
+    with told(DataError, url):
         answers = files.cat_ranges([place] * len(blocks), starts, ends, on_error="raise")
     for block, start, end, answer in zip(blocks, starts, ends, answers, strict=True):
         if len(answer) != end - start:
@@ -180,20 +179,3 @@ async def _range_alone(request: Any, answer: Callable[[Any], Any]) -> Any:
             " it; download the file, or have a server that takes range requests"
         )
     return found
-
-
-@contextmanager
-def _asked(url: str) -> Iterator[None]:
-    try:
-        yield
-    except DistdlError:
-        raise
-    except Exception as error:
-        raise DataError(f"{url}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """An error in words; of one that a library of servers translated, those of the server."""
-    while isinstance(error.__cause__, Exception) and isinstance(error, (FileNotFoundError, TimeoutError)):
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"

@@ -41,8 +41,8 @@ class InputFacts(NamedTuple):
     Examples
     --------
     >>> facts = InputFacts.about([torch.zeros(2, 3)])
-    >>> facts.shape, facts.described
-    ((2, 3), '(2, 3) of torch.float32')
+    >>> facts.shape, facts.dtype
+    ((2, 3), torch.float32)
     >>> InputFacts.decode(facts.encode()) == facts
     True
     """
@@ -65,14 +65,6 @@ class InputFacts(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Type of the first input."""
         return self.inputs[0][1]
-
-    @property
-    def described(self) -> str:
-        """Text for messages."""
-        needs = ["", " that needs a gradient"]
-        pairs = zip(self.inputs, self.needs.inputs, strict=False)
-        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
-        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
 
     def of(self, at: int) -> InputFacts:
         """The facts with one of the inputs only."""
