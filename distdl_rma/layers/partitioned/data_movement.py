@@ -24,6 +24,7 @@ from operator import index as as_int
 from typing import Any, ClassVar, TypeVar, Unpack
 
 import torch
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
@@ -123,19 +124,13 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes, keep: Axes) -> t
     >>> chosen_axes("AllGather", P, "axes", -1, None), chosen_axes("AllGather", P, "axes", None, keep=-1)
     ((2,), (0, 1))
     """
-    given = axes if keep is None else keep
+    given: Any = axes if keep is None else keep
     if given is None or (axes is not None and keep is not None):
         raise ArgumentError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
     try:
-        listed = [as_int(axis) for axis in (given if isinstance(given, Iterable) else [given])]
-    except TypeError as error:
-        raise ArgumentError(f"{kind}: axes are integers, got {given}: {error}") from None
-    for axis in listed:
-        if not -P.dim <= axis < P.dim:
-            raise ArgumentError(f"{kind}: axis {axis} is out of range for grid {P.shape}")
-    found = {axis % P.dim for axis in listed}
-    if len(found) < len(listed):
-        raise ArgumentError(f"{kind}: an axis is listed more than once in {listed} for grid {P.shape}")
+        found = normalize_axis_tuple([*given] if isinstance(given, Iterable) else given, P.dim)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{kind}: axes are integers of grid {P.shape}, got {given}: {error}") from None
     return tuple(d for d in range(P.dim) if (d in found) == (keep is None))
 
 

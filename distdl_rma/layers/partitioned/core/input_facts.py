@@ -52,7 +52,6 @@ class InputFacts(NamedTuple):
     weights: torch.dtype | None = None
     call_arguments: tuple[Any, ...] = ()  # in JSON's types
     problem: str = ""
-    given: int = 1  # number of inputs in the call, which may be invalid
     trainable: Trainable | None = None  # parameters whose gradients are exchanged with other ranks
     device: str = ""  # of the inputs and weights; empty for the CPU
 
@@ -83,12 +82,13 @@ class InputFacts(NamedTuple):
         """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
 
         ``idle`` is whether this rank is outside of the partition of each input; there all tensors without
-        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise. A call
-        with too few inputs is filled up, with its true number beside: all ranks refuse it, in ``plan``.
+        elements have equal facts. A ``problem``, a value that cannot move, or another number of inputs makes
+        all ranks raise.
         """
-        given = len(xs)
+        if len(xs) != len(idle):
+            problem = problem or f"takes {len(idle)} inputs, got {len(xs)}"
         for at, x in enumerate(xs):
-            what = f"input {at}" if given > 1 else "input"
+            what = f"input {at}" if len(idle) > 1 else "input"
             problem = problem or problem_with(x, what)
             like = xs[0] if weight is None else weight
             if not problem and x.device != like.device:
@@ -96,18 +96,15 @@ class InputFacts(NamedTuple):
                 problem = f"{what} is on {x.device}, but {whose} on {like.device}"
         if problem:
             return cls((), GradientNeeds(False, False), problem=clipped(problem))
-        if given < len(idle):
-            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
         recording = torch.is_grad_enabled()
-        pairs = zip(xs, idle, strict=False)
+        pairs = zip(xs, idle, strict=True)
         inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        wanted = len(idle)
-        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
+        others = tuple([recording and x.requires_grad for x in xs[1:]]) if len(xs) > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         dtype = None if weight is None else weight.dtype
         device = "" if xs[0].is_cpu else str(xs[0].device)
-        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable, device=device)
+        return cls(inputs, needs, dtype, call_arguments, trainable=trainable, device=device)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -116,14 +113,14 @@ class InputFacts(NamedTuple):
         Needed gradients and devices are not among them: a call of an evaluation uses the plan of training,
         whose memory would else be reserved twice.
         """
-        return self.inputs, self.weights, self.call_arguments, self.given
+        return self.inputs, self.weights, self.call_arguments
 
     def encode(self) -> bytes:
         """Row of bytes for the other ranks; equal for equal facts, so that ranks compare rows."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
-        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
-        return json.dumps((*words, self.trainable, self.device), separators=(",", ":")).encode()
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.trainable, self.device
+        return json.dumps(words, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
