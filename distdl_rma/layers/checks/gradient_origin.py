@@ -102,9 +102,8 @@ def show_block(block: torch.Tensor, is_part: bool) -> None:
 def warn_of_mean(gradient: torch.Tensor) -> None:
     """As ``note_reached_split``; warns if the backward began at a mean over this rank's part of a tensor."""
     note_reached_split(gradient)
-    if RUNNING.depth or not _begins_at_mean():
-        return
-    warn_user(_MEAN)
+    if not RUNNING.depth and _begins_at_mean():
+        warn_user(_MEAN)
 
 
 def _begins_at_mean() -> bool:

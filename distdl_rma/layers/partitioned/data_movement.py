@@ -20,6 +20,7 @@ The first three move blocks of one tensor, so that shards must form a grid. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import index as as_int
 from typing import Any, ClassVar, TypeVar, Unpack
 
@@ -318,14 +319,12 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
     # Left and right of each spatial dimension: of 1 in two dimensions, ((1, 1), (1, 1)); of [1, (0, 2)],
     # ((1, 1), (0, 2)). All that is not of this form has one error, which says the form.
-    widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
-    try:
-        pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
+    widths: Any = [*width] if isinstance(width, Iterable) else [width] * dims
+    with suppress(TypeError, ValueError):
+        pairs = [each if isinstance(each, Iterable) else (each, each) for each in widths]
         found = tuple((as_int(before), as_int(behind)) for before, behind in pairs)
         if len(found) == dims and min(map(min, found)) >= 0:
             return found
-    except (TypeError, ValueError):
-        pass
     raise ArgumentError(
         f"{kind}: width is a number from 0, or for each of {dims} spatial dimensions a number or a pair, got"
         f" {width}"

@@ -33,7 +33,6 @@ from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
     MismatchError,
-    PartitionError,
     ShapeError,
     UnsupportedError,
 )
@@ -287,10 +286,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """Result in a graph if that of any rank is; a result without elements keeps its shape."""
         return y if y.requires_grad else anchored(y, needs.any)
 
-    @property
-    def compares_statistics(self) -> bool:
-        """Whether this rank takes part in calls: there its callbacks are compared in each call."""
-        return self.agreement is not None
+    def check_callbacks(self, names: Sequence[str], **sizes: int) -> None:
+        """As in the base; ranks that take part in calls compare callbacks for statistics in each call."""
+        super().check_callbacks(
+            [name for name in names if self.agreement is None or name not in (_RANKS, _NBYTES)], **sizes
+        )
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
@@ -339,17 +339,13 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         idle = () if self.running_mean is None else self.machine.ranks
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
 
-    def reset_running_stats(self) -> None:
-        """Reset this rank's part of the running statistics; local, must be called on all ranks."""
-        super().reset_running_stats()
-
     def statistics_mode(self) -> tuple[bool, bool]:
         """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
         raise NotImplementedError
 
     def rate(self) -> float:
         """Weight of this batch in the running statistics; called once for each batch that updates them."""
-        raise NotImplementedError
+        return float(self.momentum or 0.0)
 
     def mode(self) -> dict[str, Any]:
         """As in the base, with the statistics that a call normalises by, and the update of running ones."""
@@ -422,10 +418,10 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
 
         The count is a buffer of torch's layer, so that a checkpoint goes on with the cumulative mean.
         """
-        if self.num_batches_tracked is None:
-            return 0.0 if self.momentum is None else float(self.momentum)
-        self.num_batches_tracked.add_(1)
-        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else float(self.momentum)
+        counted = self.num_batches_tracked
+        if counted is not None:
+            counted.add_(1)
+        return super().rate() if counted is None or self.momentum is not None else 1.0 / int(counted)
 
     @property
     def qconfig(self) -> None:
@@ -484,10 +480,6 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
         by_batch = self.training or not self.track_running_stats
         return by_batch, by_batch and self.running_mean is not None
 
-    def rate(self) -> float:
-        """``momentum``; batches are not counted."""
-        return float(self.momentum or 0.0)
-
 
 class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
     """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
@@ -537,11 +529,7 @@ class DistributedTrailingNorm(DistributedNorm):
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """The last dimensions share a mean, and each of their elements has its own parameters."""
         shape = like.normalized_shape
-        if P_x.dim < len(shape):
-            raise PartitionError(
-                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape}"
-                f" has {len(shape)}"
-            )
+        check_dims(type(self), OF_TENSORS[max(0, len(shape) - 1) :], P_x=P_x)
         return axes_of(self.function, P_x.dim, len(shape)), shape
 
 

@@ -189,10 +189,8 @@ def _of_parameter(
             elif list_of[rank] != ranks:
                 theirs = f"{list(list_of[rank])} on rank {rank}"
                 yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {source} but {theirs}"
-            else:
-                here, there = _text(first, parameter), _text(groups[parameter, rank], parameter)
-                if here != there:
-                    yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
+            elif (here := _text(first, parameter)) != (there := _text(groups[parameter, rank], parameter)):
+                yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
 
 
 def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]:

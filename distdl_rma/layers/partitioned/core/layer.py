@@ -320,13 +320,7 @@ class DistributedLayer(CallbackModule):
         if self.placed is None:
             # Without weights any ranks of the machine are valid; layers with weights check in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
-        names = () if self.compares_statistics else ("get_ranks_synch_norm", "get_sizeof_norm")
-        self.check_callbacks(("get_sizeof_gradients", *names), **sizes)
-
-    @property
-    def compares_statistics(self) -> bool:
-        """Whether the ranks exchange their users' callbacks for statistics in each call."""
-        return False
+        self.check_callbacks(("get_sizeof_gradients", "get_ranks_synch_norm", "get_sizeof_norm"), **sizes)
 
     @property
     def site(self) -> CallSite:
