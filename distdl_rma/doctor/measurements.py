@@ -42,12 +42,13 @@ def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]]
     if not take("make a machine", make):
         return
     (machine,) = machines
-    steps: list[tuple[str, Callable[[], object]]] = []
-    if machine.size > 1:
-        steps.append((f"put {'between nodes' if len(job.nodes) > 1 else 'on a node'}", partial(put, machine)))
-    steps.append(("convolve a split image", partial(convolution, job, machine)))
-    steps.append(("close the machine", partial(machine.close)))
-    for step, call in steps:
+    steps: dict[str, Callable[[], object]] = {
+        f"put {'between nodes' if len(job.nodes) > 1 else 'on a node'}": partial(put, machine),
+        "convolve a split image": partial(convolution, job, machine),
+        "close the machine": machine.close,
+    }
+    # A rank alone has nobody to put to.
+    for step, call in [*steps.items()][machine.size == 1 :]:
         if not take(step, call):
             # The others need not wait for this rank.
             machine.fail(RuntimeError(f"could not {step}: {job.failures[-1].message}"))

@@ -349,19 +349,12 @@ def _nifti(path: str, name: str | None) -> tuple[Any, Dimensions]:
     return found if scaled else array, of_nifti(image)
 
 
-_HDF5, _TIFF = Format(hdf5, locked=True), Format(_tiff)
-_NETCDF = Format(_netcdf, locked=True, unpacks=True)
 _FORMATS = {
     ".npy": Format(npy),
-    ".h5": _HDF5,
-    ".hdf5": _HDF5,
-    ".he5": _HDF5,
-    ".nc": _NETCDF,
-    ".nc4": _NETCDF,
+    **dict.fromkeys((".h5", ".hdf5", ".he5"), Format(hdf5, locked=True)),
+    **dict.fromkeys((".nc", ".nc4"), Format(_netcdf, locked=True, unpacks=True)),
     ".zarr": Format(zarr_array, folder=True),
-    ".zip": Format(zarr_array),
-    ".ozx": Format(zarr_array),
-    ".tif": _TIFF,
-    ".tiff": _TIFF,
+    **dict.fromkeys((".zip", ".ozx"), Format(zarr_array)),
+    **dict.fromkeys((".tif", ".tiff"), Format(_tiff)),
     ".nii": Format(_nifti, unpacks=True),
 }
