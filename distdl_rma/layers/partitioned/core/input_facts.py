@@ -85,10 +85,11 @@ class InputFacts(NamedTuple):
         elements have equal facts. A ``problem``, a value that cannot move, or another number of inputs makes
         all ranks raise.
         """
-        if len(xs) != len(idle):
-            problem = problem or f"takes {len(idle)} inputs, got {len(xs)}"
+        wanted = len(idle)
+        if len(xs) != wanted:
+            problem = problem or f"takes {wanted} inputs, got {len(xs)}"
         for at, x in enumerate(xs):
-            what = f"input {at}" if len(idle) > 1 else "input"
+            what = f"input {at}" if wanted > 1 else "input"
             problem = problem or problem_with(x, what)
             like = xs[0] if weight is None else weight
             if not problem and x.device != like.device:
@@ -99,7 +100,7 @@ class InputFacts(NamedTuple):
         recording = torch.is_grad_enabled()
         pairs = zip(xs, idle, strict=True)
         inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        others = tuple([recording and x.requires_grad for x in xs[1:]]) if len(xs) > 1 else ()
+        others = tuple([recording and x.requires_grad for x in xs[1:]]) if wanted > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         dtype = None if weight is None else weight.dtype
