@@ -47,7 +47,7 @@ from distdl_rma.layers.ops.data_movement import (
 from distdl_rma.layers.ops.window_gather import PADDING_MODES
 from distdl_rma.layers.partitioned.core.arguments import LayerOptions, check_dims
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
-from distdl_rma.layers.partitioned.core.layer import nbytes_of
+from distdl_rma.layers.partitioned.core.layer import DistributedLayer, nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.split import layout as lay
@@ -553,5 +553,4 @@ class DistributedConcat(MovementLayer[Concat]):
     def _check_outside(self, given: Sequence[object]) -> None:
         # Ranks that take part in calls compare how many inputs each of them has.
         if self.agreement is None and len(given) != len(self.P_xs):
-            takes = f"takes {len(self.P_xs)} inputs, got {len(given)}"
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {takes}")
+            DistributedLayer.refuse(self, f"takes {len(self.P_xs)} inputs, got {len(given)}")

@@ -33,7 +33,6 @@ from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
     MismatchError,
-    ShapeError,
     UnsupportedError,
 )
 from distdl_rma.geometry.box import LEADING
@@ -54,7 +53,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
     spatial_dims,
     torchs_layer,
 )
-from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.placement import Placement, cut
 from distdl_rma.layers.partitioned.core.refusals import clipped
@@ -251,9 +250,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         options = NormOptions(self.axes, function=self.function, **settings)
         source, dtype = source_of(self.P_x, facts)
         options.check(source, dtype, self.store.shape)
-        for rank, fact in facts.items():
-            if fact.weights not in (None, dtype, sum_dtype(dtype)):
-                raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
+        check_weights(dtype, facts, None, sum_dtype(dtype))
         answers = {rank: StatisticsAnswer(*fact.call_arguments[1]) for rank, fact in facts.items()}
         sharing = agreed_sharing(self.axes, source, answers)
         apart = sharing and tuple(sharing.items())

@@ -173,11 +173,11 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
     return common_dtype({rank: facts[rank] for rank in P_x.ranks})
 
 
-def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
-    """Raise ``ShapeError`` if the weights of a rank have another type than the input."""
+def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts], *others: torch.dtype | None) -> None:
+    """Raise ``ShapeError`` if the weights of a rank have another type than the input, and none of ``others``."""
     for rank, fact in facts.items():
-        if fact.weights != dtype:
-            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+        if fact.weights not in (dtype, *others):
+            raise ShapeError(f"input is {dtype}, on rank {rank} the parameters are {fact.weights}")
 
 
 def check_trainable(facts: dict[int, InputFacts]) -> None:

@@ -425,9 +425,8 @@ class DistributedLayer(CallbackModule):
         outcome = self.outcome()
         if outcome is not None:
             outcome.receive()
-        problem = problem_with(x)
-        if problem:
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        if problem := problem_with(x):
+            DistributedLayer.refuse(self, problem)
         # A backward may start here, as on the other ranks; it does nothing.
         y = anchored(idle(x, others))
         if not y.is_cpu:
