@@ -174,7 +174,7 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
 
 
 def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts], *others: torch.dtype | None) -> None:
-    """Raise ``ShapeError`` if the weights of a rank have another type than the input, and none of ``others``."""
+    """Raise ``ShapeError`` if the weights of a rank have another type than the input and ``others``."""
     for rank, fact in facts.items():
         if fact.weights not in (dtype, *others):
             raise ShapeError(f"input is {dtype}, on rank {rank} the parameters are {fact.weights}")
