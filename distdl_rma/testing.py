@@ -19,6 +19,7 @@ from distdl_rma.errors import ArgumentError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import mark_summed_later
 from distdl_rma.layers.split import layout as lay
+from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.tensor import SplitTensor
 from distdl_rma.segments.machine import Machine
 
@@ -203,12 +204,6 @@ def _sum(P_world: Partition, x: torch.Tensor) -> torch.Tensor:
     return summed.view(x.shape).to(x.dtype)
 
 
-def _tensors(found: Any) -> list[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        return [found]
-    return [x for each in found for x in _tensors(each)] if isinstance(found, (list, tuple)) else []
-
-
 def _assert_same(found: Any, expected: Any, atol: float, rtol: float) -> None:
     if isinstance(expected, torch.Tensor):
         whole = found.full_tensor() if isinstance(found, SplitTensor) else found
@@ -226,7 +221,7 @@ def _assert_same(found: Any, expected: Any, atol: float, rtol: float) -> None:
 
 def _backward(expected: Any, found: Any) -> None:
     # The same random gradient for a result of whole tensors and for that of split ones, on all ranks.
-    ends = [(e, f) for e, f in zip(_tensors(expected), _tensors(found), strict=True) if e.requires_grad]
+    ends = [(e, f) for e, f in zip(tensors_in(expected), tensors_in(found), strict=True) if e.requires_grad]
     for at, (e, f) in enumerate(ends):
         torch.default_generator.manual_seed(at)
         if not f.requires_grad:

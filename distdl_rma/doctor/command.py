@@ -173,10 +173,8 @@ class _Examination:
             self._job.failures.append(Failure(rank, self._step, f"nothing came within {self._timeout:g} s"))
 
     def _merge(self, jobs: dict[int, Job]) -> None:
-        job = self._job
-        for rank, other in sorted(jobs.items()):
-            if rank == self._rank:
-                continue
+        job = jobs.pop(self._rank)
+        for _, other in sorted(jobs.items()):
             job.failures += other.failures
             job.transports |= other.transports
             # Which rank saw the difference makes none.

@@ -102,28 +102,18 @@ def show_block(block: torch.Tensor, is_part: bool) -> None:
 def warn_of_mean(gradient: torch.Tensor) -> None:
     """As ``note_reached_split``; warns if the backward began at a mean over this rank's part of a tensor."""
     note_reached_split(gradient)
-    if RUNNING.depth or not _begins_at_mean():
-        return
-    warn_user(_MEAN)
+    if not RUNNING.depth and _begins_at_mean():
+        warn_user(_MEAN)
 
 
 def _begins_at_mean() -> bool:
     # Whether a mean over all elements lies between the loss and a part that ``to_local()`` returned.
     try:
-        ahead = [(node, False) for node in _roots()]
+        means = [node for node in nodes_behind(_roots(), _ends_blocks) if _is_mean(node)]
     except UnsupportedError:
         return False
-    seen = set[Any]()
-    while ahead:
-        node, mean = ahead.pop()
-        if node is None or (node, mean) in seen or node.name() in ENDS_OF_BLOCKS:
-            continue
-        if mean and node.metadata.get(SHOWN):
-            return True
-        seen.add((node, mean))
-        mean = mean or _is_mean(node)
-        ahead += [(each, mean) for each, _ in node.next_functions if SHOWN not in node.metadata]
-    return False
+    behind = [node for mean in means for node, _ in mean.next_functions]
+    return any(node.metadata.get(SHOWN) for node in nodes_behind(behind, _ends_blocks))
 
 
 def _is_mean(node: Any) -> bool:
@@ -151,7 +141,7 @@ def _is_own() -> bool:
 
 
 def _ends_blocks(node: Any) -> bool:
-    return node.name() in ENDS_OF_BLOCKS
+    return SHOWN in node.metadata or node.name() in ENDS_OF_BLOCKS
 
 
 def nodes_behind(roots: Iterable[Any], ends: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:

@@ -20,10 +20,12 @@ The first three move blocks of one tensor, so that shards must form a grid. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import index as as_int
 from typing import Any, ClassVar, TypeVar, Unpack
 
 import torch
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from distdl_rma.errors import ArgumentError, PartitionError, ShapeError
 from distdl_rma.geometry.box import LEADING
@@ -45,7 +47,7 @@ from distdl_rma.layers.ops.data_movement import (
 from distdl_rma.layers.ops.window_gather import PADDING_MODES
 from distdl_rma.layers.partitioned.core.arguments import LayerOptions, check_dims
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, input_dtype, source_of
-from distdl_rma.layers.partitioned.core.layer import nbytes_of
+from distdl_rma.layers.partitioned.core.layer import DistributedLayer, nbytes_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.refusals import attributed
 from distdl_rma.layers.split import layout as lay
@@ -123,19 +125,13 @@ def chosen_axes(kind: str, P: Partition, what: str, axes: Axes, keep: Axes) -> t
     >>> chosen_axes("AllGather", P, "axes", -1, None), chosen_axes("AllGather", P, "axes", None, keep=-1)
     ((2,), (0, 1))
     """
-    given = axes if keep is None else keep
+    given: Any = axes if keep is None else keep
     if given is None or (axes is not None and keep is not None):
         raise ArgumentError(f"{kind}: give either {what} or axes_keep, got {what}={axes}, axes_keep={keep}")
     try:
-        listed = [as_int(axis) for axis in (given if isinstance(given, Iterable) else [given])]
-    except TypeError as error:
-        raise ArgumentError(f"{kind}: axes are integers, got {given}: {error}") from None
-    for axis in listed:
-        if not -P.dim <= axis < P.dim:
-            raise ArgumentError(f"{kind}: axis {axis} is out of range for grid {P.shape}")
-    found = {axis % P.dim for axis in listed}
-    if len(found) < len(listed):
-        raise ArgumentError(f"{kind}: an axis is listed more than once in {listed} for grid {P.shape}")
+        found = normalize_axis_tuple([*given] if isinstance(given, Iterable) else given, P.dim)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{kind}: axes are integers of grid {P.shape}, got {given}: {error}") from None
     return tuple(d for d in range(P.dim) if (d in found) == (keep is None))
 
 
@@ -323,14 +319,12 @@ class HaloExchange(MovementLayer[data_movement.HaloExchange]):
 def _pairs(kind: str, width: int | Iterable[int | Iterable[int]], dims: int) -> tuple[tuple[int, int], ...]:
     # Left and right of each spatial dimension: of 1 in two dimensions, ((1, 1), (1, 1)); of [1, (0, 2)],
     # ((1, 1), (0, 2)). All that is not of this form has one error, which says the form.
-    widths: Any = list(width) if isinstance(width, Iterable) else [width] * dims
-    try:
-        pairs = [(each, each) if not isinstance(each, Iterable) else tuple(each) for each in widths]
+    widths: Any = [*width] if isinstance(width, Iterable) else [width] * dims
+    with suppress(TypeError, ValueError):
+        pairs = [each if isinstance(each, Iterable) else (each, each) for each in widths]
         found = tuple((as_int(before), as_int(behind)) for before, behind in pairs)
         if len(found) == dims and min(map(min, found)) >= 0:
             return found
-    except (TypeError, ValueError):
-        pass
     raise ArgumentError(
         f"{kind}: width is a number from 0, or for each of {dims} spatial dimensions a number or a pair, got"
         f" {width}"
@@ -559,5 +553,4 @@ class DistributedConcat(MovementLayer[Concat]):
     def _check_outside(self, given: Sequence[object]) -> None:
         # Ranks that take part in calls compare how many inputs each of them has.
         if self.agreement is None and len(given) != len(self.P_xs):
-            takes = f"takes {len(self.P_xs)} inputs, got {len(given)}"
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {takes}")
+            DistributedLayer.refuse(self, f"takes {len(self.P_xs)} inputs, got {len(given)}")

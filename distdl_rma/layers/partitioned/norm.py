@@ -33,8 +33,6 @@ from distdl_rma.errors import (
     ArgumentError,
     ConfigurationError,
     MismatchError,
-    PartitionError,
-    ShapeError,
     UnsupportedError,
 )
 from distdl_rma.geometry.box import LEADING
@@ -55,7 +53,7 @@ from distdl_rma.layers.partitioned.core.arguments import (
     spatial_dims,
     torchs_layer,
 )
-from distdl_rma.layers.partitioned.core.input_facts import InputFacts, source_of
+from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.partitioned.core.placement import Placement, cut
 from distdl_rma.layers.partitioned.core.refusals import clipped
@@ -117,34 +115,16 @@ def agreed_sharing(
     """
     if all(answer == _NO_CALLBACKS for answer in answers.values()):
         return None
+    for rank, answer in answers.items():
+        problem = answer.problem
+        if answer.ranks and rank not in source.partition:
+            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
+            problem = f"{gave}, which has no part of the tensor: it shares its statistics with nobody, []"
+        if problem:
+            raise ConfigurationError(problem)
     P_x, channels = source.partition, source.splits[axes.weighted[0]]
     possible = {rank: axes.ranks_sharing(P_x, rank, channels) for rank in P_x.ranks}
-    # The ranks that each rank names, and those that name the same: equal if all name each other.
-    named = {
-        rank: sorted(possible[rank] if answers[rank].ranks is None else answers[rank].ranks or [rank])
-        for rank in P_x.ranks
-    }
-    groups = grouped(P_x.ranks, lambda rank: tuple(named[rank]))
-    sharing = {rank: group for group in groups for rank in group}
-    for problem in filter(None, (answer.problem for answer in answers.values())):
-        raise ConfigurationError(problem)
-    # Ranks without a callback name all that they could share with, and come last: they may contradict others
-    # only because of these.
-    for rank, answer in sorted(answers.items(), key=lambda item: item[1].ranks is None):
-        could, does = list(possible.get(rank, ())), list(sharing.get(rank, ()))
-        if rank not in P_x and answer.ranks:
-            problem = "which has no part of the tensor: it shares its statistics with nobody, []"
-        elif sorted(does) != named.get(rank, []):
-            all_mutual = "ranks that share statistics all name each other, and nobody else"
-            problem = f"but the ranks that say the same are {does}: {all_mutual}"
-        elif not set(does) <= set(could):
-            problem = f"but only ranks {could} hold elements that share a mean and a variance"
-        else:
-            continue
-        gave = f"rank {rank} shares its statistics with {could}, as its user does not say otherwise"
-        if answer.ranks is not None:
-            gave = f"{_RANKS}() gave {[*answer.ranks]} on rank {rank}"
-        raise ConfigurationError(f"{gave}, {problem}")
+    sharing = shared_among(possible, {rank: answer.ranks for rank, answer in answers.items()})
     for rank, answer in answers.items():
         wanted = StatisticGroups(axes, source, rank, sharing[rank]).nbytes if rank in P_x else 0
         if answer.nbytes not in (None, wanted):
@@ -152,6 +132,39 @@ def agreed_sharing(
                 f"{_NBYTES}() gave {answer.nbytes} on rank {rank}, one message of its statistics has {wanted}"
                 " bytes"
             )
+    return sharing
+
+
+def shared_among(
+    possible: Mapping[int, Sequence[int]], said: Mapping[int, Sequence[int] | None]
+) -> dict[int, tuple[int, ...]]:
+    """Ranks that share statistics with each rank, which may share them with the ``possible`` ones.
+
+    ``said`` are answers of users; without one a rank shares with all. ``ConfigurationError`` as for
+    :func:`agreed_sharing`.
+    """
+    # The ranks that each rank names, and those that name the same: equal if all name each other.
+    named = {
+        rank: sorted(all_ranks if said.get(rank) is None else said[rank] or [rank])
+        for rank, all_ranks in possible.items()
+    }
+    groups = grouped(tuple(possible), lambda rank: tuple(named[rank]))
+    sharing = {rank: group for group in groups for rank in group}
+    # Ranks without a callback name all that they could share with, and come last: they may contradict others
+    # only because of these.
+    for rank in sorted(possible, key=lambda rank: said.get(rank) is None):
+        could, does, ranks = possible[rank], sharing[rank], said.get(rank)
+        if sorted(does) != named[rank]:
+            all_mutual = "ranks that share statistics all name each other, and nobody else"
+            problem = f"but the ranks that say the same are {[*does]}: {all_mutual}"
+        elif not {*does} <= {*could}:
+            problem = f"but only ranks {[*could]} hold elements that share a mean and a variance"
+        else:
+            continue
+        gave = f"rank {rank} shares its statistics with {[*could]}, as its user does not say otherwise"
+        if ranks is not None:
+            gave = f"{_RANKS}() gave {[*ranks]} on rank {rank}"
+        raise ConfigurationError(f"{gave}, {problem}")
     return sharing
 
 
@@ -237,9 +250,7 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         options = NormOptions(self.axes, function=self.function, **settings)
         source, dtype = source_of(self.P_x, facts)
         options.check(source, dtype, self.store.shape)
-        for rank, fact in facts.items():
-            if fact.weights not in (None, dtype, sum_dtype(dtype)):
-                raise ShapeError(f"input is {dtype} but on rank {rank} the parameters are {fact.weights}")
+        check_weights(dtype, facts, None, sum_dtype(dtype))
         answers = {rank: StatisticsAnswer(*fact.call_arguments[1]) for rank, fact in facts.items()}
         sharing = agreed_sharing(self.axes, source, answers)
         apart = sharing and tuple(sharing.items())
@@ -272,10 +283,11 @@ class DistributedNorm(OperatorLayer[Normalisation]):
         """Result in a graph if that of any rank is; a result without elements keeps its shape."""
         return y if y.requires_grad else anchored(y, needs.any)
 
-    @property
-    def compares_statistics(self) -> bool:
-        """Whether this rank takes part in calls: there its callbacks are compared in each call."""
-        return self.agreement is not None
+    def check_callbacks(self, names: Sequence[str], **sizes: int) -> None:
+        """As in the base; ranks that take part in calls compare callbacks for statistics in each call."""
+        super().check_callbacks(
+            [name for name in names if self.agreement is None or name not in (_RANKS, _NBYTES)], **sizes
+        )
 
     def get_ranks_synch_norm(self) -> list[int]:
         """Rank ids that share statistics with this one, itself included; empty if none is needed.
@@ -324,17 +336,13 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         idle = () if self.running_mean is None else self.machine.ranks
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
 
-    def reset_running_stats(self) -> None:
-        """Reset this rank's part of the running statistics; local, must be called on all ranks."""
-        super().reset_running_stats()
-
     def statistics_mode(self) -> tuple[bool, bool]:
         """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
         raise NotImplementedError
 
     def rate(self) -> float:
         """Weight of this batch in the running statistics; called once for each batch that updates them."""
-        raise NotImplementedError
+        return float(self.momentum or 0.0)
 
     def mode(self) -> dict[str, Any]:
         """As in the base, with the statistics that a call normalises by, and the update of running ones."""
@@ -407,10 +415,10 @@ class DistributedBatchNorm(DistributedRunningNorm, batchnorm._BatchNorm):
 
         The count is a buffer of torch's layer, so that a checkpoint goes on with the cumulative mean.
         """
-        if self.num_batches_tracked is None:
-            return 0.0 if self.momentum is None else float(self.momentum)
-        self.num_batches_tracked.add_(1)
-        return 1.0 / int(self.num_batches_tracked) if self.momentum is None else float(self.momentum)
+        counted = self.num_batches_tracked
+        if counted is not None:
+            counted.add_(1)
+        return super().rate() if counted is None or self.momentum is not None else 1.0 / int(counted)
 
     @property
     def qconfig(self) -> None:
@@ -469,10 +477,6 @@ class DistributedInstanceNorm(DistributedRunningNorm, instancenorm._InstanceNorm
         by_batch = self.training or not self.track_running_stats
         return by_batch, by_batch and self.running_mean is not None
 
-    def rate(self) -> float:
-        """``momentum``; batches are not counted."""
-        return float(self.momentum or 0.0)
-
 
 class DistributedInstanceNorm1d(DistributedInstanceNorm, nn.InstanceNorm1d):
     """Distributed ``torch.nn.InstanceNorm1d``; tensors are (batch, channel, width) or (channel, width)."""
@@ -522,11 +526,7 @@ class DistributedTrailingNorm(DistributedNorm):
     def shared(self, like: Any, P_x: Partition) -> tuple[NormAxes, tuple[int, ...]]:
         """The last dimensions share a mean, and each of their elements has its own parameters."""
         shape = like.normalized_shape
-        if P_x.dim < len(shape):
-            raise PartitionError(
-                f"{type(self).__name__}: P_x has {P_x.dim} dimensions {P_x.shape}, normalized_shape {shape}"
-                f" has {len(shape)}"
-            )
+        check_dims(type(self), OF_TENSORS[max(0, len(shape) - 1) :], P_x=P_x)
         return axes_of(self.function, P_x.dim, len(shape)), shape
 
 

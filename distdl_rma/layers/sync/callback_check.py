@@ -1,9 +1,9 @@
 """Checks that all ranks and the users' callbacks agree on shared parameters, before memory is taken.
 
-Each rank states for each group: its name, the ranks that it sums over, who holds copies, the bytes of its
-gradients, answers of the user's callbacks beside the true ones, and shape, dtype and name of each parameter.
-Every rank gets the statements of all, and looks for contradictions in the same order (``problems``). So all
-of them raise the same text, and none has taken memory or changed a module.
+Each rank states for each group: its name, the ranks that it sums over, those that share its statistics, what
+it finds wrong with answers of its user, and shape, dtype and name of each parameter. Every rank gets the
+statements of all, and looks for contradictions in the same order (``problems``). So all of them raise the
+same text, and none has taken memory or changed a module.
 
     rank 0: 'head' over [0, 1], weight (8, 4)      rank 1: 'head' over [1], weight (8, 4)
       -> "'head' (head.weight): get_ranks_synch_weights() gave [0, 1] on rank 0 but [1] on rank 1"
@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from operator import index as as_int
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from distdl_rma.errors import ConfigurationError, ProtocolError
+from distdl_rma.geometry.partition import alike
 from distdl_rma.layers.checks.generators import have_drifted
-from distdl_rma.layers.partitioned.core.callbacks import Callbacks, plain_answer
-from distdl_rma.layers.partitioned.norm import DistributedNorm
+from distdl_rma.layers.partitioned.core.callbacks import plain_answer, wrong_answer, wrong_ranks
+from distdl_rma.layers.partitioned.core.refusals import attributed
+from distdl_rma.layers.partitioned.norm import DistributedNorm, answer_of_user, shared_among
 from distdl_rma.layers.sync.gradient_groups import GradientGroup
 from distdl_rma.segments.consensus import gather_words
 from distdl_rma.segments.machine import Machine
@@ -34,8 +36,7 @@ Words = dict[str, Any]
 Ranks = tuple[int, ...]
 
 _NORM = "get_ranks_synch_norm"
-_COMPARED = ("get_ranks_synch_weights", "get_sizeof_gradients")
-_OTHERS = [name for name in Callbacks.__annotations__ if name not in _COMPARED]
+_SIZES = "get_sizeof_norm", "get_sizeof_tensor", "get_sizeof_input_tensor", "get_sizeof_output_tensor"
 _HOW = "give the ranks to sum over, or each rank its own [rank] if they are to differ"
 
 
@@ -62,79 +63,80 @@ def agree(
         "generator": generator,
     }
     gathered = gather_words(machine.segments, mine, title)
-    first, expected = next(iter(gathered.items()))
-    for rank, words in gathered.items():
-        if words["refusal"]:
-            raise ConfigurationError(f"{who}: on rank {rank}: {words['refusal']}")
-        for key, value in expected["options"].items():
-            if (other := words["options"][key]) != value:
-                raise ConfigurationError(
-                    f"{who}: {key} is {value} on rank {first} but {other} on rank {rank}"
-                )
-    for problem in problems({rank: words["groups"] for rank, words in gathered.items()}):
-        raise ConfigurationError(f"{who}: {problem}")
+    with attributed(who, ConfigurationError):
+        for rank, words in gathered.items():
+            if words["refusal"]:
+                raise ConfigurationError(f"on rank {rank}: {words['refusal']}")
+        for key in options:
+            given = {rank: words["options"][key] for rank, words in gathered.items()}
+            alike(given, f"{key} is {{1}} on rank {{0}} but {{3}} on rank {{2}}", ConfigurationError)
+        for problem in problems({rank: words["groups"] for rank, words in gathered.items()}):
+            raise ConfigurationError(problem)
     return have_drifted(words["generator"] for words in gathered.values() if words["generator"])
 
 
-def statement(group: GradientGroup) -> Words:
-    """What a rank sends to the others about a group."""
-    complaint, nbytes, module = group.complaint, group.nbytes, cast(Any, group.module)
-    for other, entry in group.shared:
-        if other.ranks != group.ranks:
-            complaint = complaint or (
-                f"{entry.name!r} is shared with {other.name!r} and summed over {list(other.ranks)} there"
-                f" but over {list(group.ranks)} here"
-            )
-    # For each of the user's other callbacks: its result, and the true value, if this rank knows that.
-    stated, answers, given = nbytes, dict[str, Any](), {} if module is None else vars(module)
-    name = "get_sizeof_gradients"
-    try:
-        if hasattr(module, name):
-            stated = as_int(module.get_sizeof_gradients())
-        for name in [other for other in _OTHERS if other in given]:
-            truth = _known(group, name)
-            if truth is not None:
-                answers[name] = [plain_answer(given[name]()), truth]
-    except Exception as error:  # noqa: BLE001 - the user's function; all ranks raise it
-        wrong = f"{name}() raised, or returned neither a number nor ranks: {error!r}"
-        stated, answers, complaint = 0, {}, complaint or wrong
+def statement(group: GradientGroup, rank: int) -> Words:
+    """What a rank sends to the others about a group, and what is wrong with its own answers."""
+    module: Any = group.module
+    given = {} if module is None else vars(module)
+    answer = answer_of_user({name: call for name, call in given.items() if name == _NORM}, rank)
+    possible = [] if group.layer is None else plain_answer(type(group.layer).get_ranks_synch_norm(module))
+    wrong = filter(None, (*_of_ranks(group, rank), *_of_sizes(group, rank, given), answer.problem))
     parameters = {e.name: [*_form(e.parameter), e.parameter.requires_grad] for e in group.entries}
     return {
         "name": group.name,
         # None stands for all ranks, the usual case, to keep the message short.
         "ranks": None if group.ranks == group.everyone else group.ranks,
-        "holders": None if group.holders == group.everyone else group.holders,
-        "nbytes": [stated, nbytes],
-        "answers": answers,
-        "complaint": complaint,
+        "placed": bool(group.holders),
+        "sharing": None if answer.ranks is None else [answer.ranks, possible],
+        "complaint": next(wrong, ""),
         "new": True,
         "parameters": parameters | {name: [*_form(buffer), None] for name, buffer in group.buffers},
     }
+
+
+def _of_ranks(group: GradientGroup, rank: int) -> Iterator[str]:
+    # What is wrong with the ranks to sum over, as far as this rank knows.
+    if group.complaint:
+        yield f"on rank {rank}, {group.complaint}"
+    for other, entry in group.shared:
+        if other.ranks != group.ranks:
+            yield (
+                f"on rank {rank}, {entry.name!r} is shared with {other.name!r} and summed over"
+                f" {list(other.ranks)} there but over {list(group.ranks)} here"
+            )
+    if group.ranks:
+        yield wrong_ranks(group.ranks, rank, group.holders or group.everyone)
+    elif len(group.holders) > 1:
+        holding = f"but its weights are held by {list(group.holders)} and would drift apart"
+        yield f"get_ranks_synch_weights() gave [] on rank {rank}, {holding}; {_HOW}"
+
+
+def _of_sizes(group: GradientGroup, rank: int, given: Mapping[str, Any]) -> Iterator[str]:
+    # What is wrong with sizes that the user says, as far as the true ones are known.
+    name, layer = "get_sizeof_gradients", group.layer
+    if hasattr(group.module, name):
+        yield wrong_answer(name, getattr(group.module, name), group.nbytes, rank)
+    for name in [name for name in _SIZES if name in given]:
+        # A plain module has no statistics. Sizes of its inputs are unknown.
+        true: Any = 0 if layer is None and name == "get_sizeof_norm" else None
+        with suppress(ProtocolError):
+            true = true if layer is None else plain_answer(getattr(type(layer), name)(layer))
+        # A norm may know the size of its statistics only after the first input.
+        if true is not None and not (true == 0 and isinstance(layer, DistributedNorm)):
+            yield wrong_answer(name, given[name], true, rank)
 
 
 def _form(tensor: torch.Tensor) -> tuple[list[int], str]:
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
-def _known(group: GradientGroup, name: str) -> int | list[int] | None:
-    layer = group.layer
-    if layer is None:
-        # A plain module has no statistics. Sizes of its inputs are unknown.
-        return [] if name == _NORM else 0 if name == "get_sizeof_norm" else None
-    try:
-        known = plain_answer(getattr(type(layer), name)(layer))
-    except ProtocolError:
-        return None
-    # A norm may know the size of its statistics only after the first input.
-    return None if known == 0 and isinstance(layer, DistributedNorm) else known
-
-
 def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     """Contradictions in the statements of the ranks, in the same order on all ranks.
 
-    First what is wrong with one rank's statement, then what is wrong between ranks: for each parameter its
-    list of ranks and its form, for each list of ranks the order of its parameters, for each norm the ranks
-    that share statistics.
+    First what a rank itself finds wrong, then what is wrong between ranks: for each parameter its list of
+    ranks and its form, for each list of ranks the order of its parameters, for each norm the ranks that share
+    statistics.
     """
     everyone = tuple(statements)
     # For each parameter: which ranks state which list. For each list: the parameters of each rank, in order.
@@ -145,10 +147,10 @@ def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     for rank, theirs in statements.items():
         for group in theirs:
             ranks = everyone if group["ranks"] is None else tuple(group["ranks"])
-            for problem in (*_of_ranks(rank, group, ranks, everyone), *_of_sizes(rank, group)):
-                yield f"{group['name']!r}: {problem}"
-            if _NORM in group["answers"]:
-                norms[group["name"]][rank] = group["answers"][_NORM]
+            if group["complaint"]:
+                yield f"{group['name']!r}: {group['complaint']}"
+            if group["sharing"] is not None:
+                norms[group["name"]][rank] = group["sharing"]
             for parameter in group["parameters"]:
                 if (parameter, rank) in groups:
                     yield f"two modules on rank {rank} have a parameter {parameter!r}: give them other names"
@@ -160,54 +162,10 @@ def problems(statements: Mapping[int, Sequence[Words]]) -> Iterator[str]:
     for ranks, names in orders.items():
         yield from _of_order(ranks, names)
     for name, answers in norms.items():
-        yield from _of_statistics(name, answers)
-
-
-def _of_ranks(rank: int, group: Words, ranks: Ranks, everyone: Ranks) -> Iterator[str]:
-    # Problems of one rank's list that need no other rank's statement.
-    if group["complaint"]:
-        yield f"on rank {rank}, {group['complaint']}"
-    gave = f"get_ranks_synch_weights() gave {list(ranks)} on rank {rank}"
-    for other in ranks:
-        if other not in everyone:
-            yield f"{gave}; rank {other} is not in M = {everyone}"
-    if len(set(ranks)) != len(ranks):
-        yield f"{gave}; a rank is listed more than once"
-    if ranks and rank not in ranks:
-        yield f"{gave}; the rank itself is missing"
-    holders = everyone if group["holders"] is None else tuple(group["holders"])
-    if holders and not set(ranks) <= set(holders):
-        yield f"{gave}; copies of this rank's weights are on {list(holders)}"
-    if not ranks and len(holders) > 1:
-        yield f"{gave}, but its weights are held by {list(holders)} and would drift apart; {_HOW}"
-
-
-def _of_sizes(rank: int, group: Words) -> Iterator[str]:
-    # Problems of one rank's sizes and statistics.
-    nbytes, held = group["nbytes"]
-    if nbytes != held:
-        yield f"get_sizeof_gradients() gave {nbytes} bytes on rank {rank}, its gradients are {held} bytes"
-    for name, (theirs, ours) in group["answers"].items():
-        if name != _NORM:
-            if theirs != ours:
-                yield f"{name}() gave {theirs} on rank {rank}, it is {ours} bytes"
-        elif not isinstance(theirs, list) or (
-            theirs and not (len(set(theirs)) == len(theirs) and {rank} <= set(theirs) <= {*ours, rank})
-        ):
-            yield f"{name}() gave {theirs} on rank {rank}, the ranks that share its statistics are {ours}"
-
-
-def _of_statistics(name: str, answers: Mapping[int, Sequence[Sequence[int]]]) -> Iterator[str]:
-    # Ranks that share statistics name each other. One without a statement names all that can share them.
-    for rank, (theirs, ours) in answers.items():
-        mine = set(theirs or [rank])
-        for other in ours:
-            named = answers[other][0] or [other] if other in answers else ours
-            if set(named) != mine and not mine.isdisjoint(named):
-                yield (
-                    f"{name!r}: {_NORM}() gave {list(theirs)} on rank {rank} but {list(named)} on rank"
-                    f" {other}: ranks that share statistics all name each other, and nobody else"
-                )
+        possible = {other: ours for _, ours in answers.values() for other in ours}
+        possible |= {rank: ours or [rank] for rank, (_, ours) in answers.items()}
+        with attributed(repr(name), ConfigurationError):
+            shared_among(possible, {rank: theirs for rank, (theirs, _) in answers.items()})
 
 
 def _of_parameter(
@@ -219,8 +177,7 @@ def _of_parameter(
         first = groups[parameter, source]
         name = f"{first['name']!r} ({parameter})"
         # The lists of this library's layers were checked against their holders already.
-        of_library = first["holders"] is None or first["holders"]
-        if not ranks and len(list_of) > 1 and not of_library:
+        if not ranks and len(list_of) > 1 and not first["placed"]:
             holding = f"ranks {sorted(list_of)} hold it and would drift apart"
             yield f"{name}: no callback covers it, but {holding}; {_HOW}"
         for rank in ranks:
@@ -232,10 +189,8 @@ def _of_parameter(
             elif list_of[rank] != ranks:
                 theirs = f"{list(list_of[rank])} on rank {rank}"
                 yield f"{name}: get_ranks_synch_weights() gave {list(ranks)} on rank {source} but {theirs}"
-            else:
-                here, there = _text(first, parameter), _text(groups[parameter, rank], parameter)
-                if here != there:
-                    yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
+            elif (here := _text(first, parameter)) != (there := _text(groups[parameter, rank], parameter)):
+                yield f"{name}: is {here} on rank {source} but {there} on rank {rank}"
 
 
 def _of_order(ranks: Ranks, names: Mapping[int, Sequence[str]]) -> Iterator[str]:

@@ -61,7 +61,7 @@ from distdl_rma.layers.sync.bucket import (
 )
 from distdl_rma.layers.sync.clipping import GradientNorms
 from distdl_rma.layers.sync.gradient_groups import GRADIENT_SYNC, Owner, synchronised
-from distdl_rma.layers.sync.parameter_hooks import contribution, keep_back, run_first, run_kept_back
+from distdl_rma.layers.sync.parameter_hooks import contribution, keep_back, run_kept_back
 from distdl_rma.layers.sync.registry import Registry, SyncOptions
 from distdl_rma.layers.sync.warnings import warn_of_pitfalls
 from distdl_rma.segments.machine import Machine
@@ -349,7 +349,8 @@ class GradientSync(Uncopyable):
             parameter.register_hook(partial(self._computed, slot)),
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket, slot)),
         ]
-        run_first(parameter, slot.handles[0].id)
+        hooks: Any = parameter._backward_hooks
+        hooks.move_to_end(slot.handles[0].id, last=False)
         slot.take_over(lambda: None if self._paused or GRAD_CALLS else bucket.offer(slot))
 
     def _begin(self) -> None:

@@ -13,8 +13,6 @@ it. On split tensors each rank computes a contribution only, which the bucket su
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from distdl_rma.errors import UnsupportedError
@@ -103,12 +101,3 @@ def run_kept_back(slot: GradientSlot) -> None:
     hooks, slot.later = slot.later, {}
     for hook in hooks.values():
         hook(slot.parameter())
-
-
-def run_first(parameter: Any, number: int) -> None:
-    """Make the hook with this id the first of a parameter's hooks."""
-    hooks = parameter._backward_hooks
-    others = [(key, hook) for key, hook in hooks.items() if key != number]
-    first = hooks[number]
-    hooks.clear()
-    hooks.update([(number, first), *others])

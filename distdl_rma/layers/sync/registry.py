@@ -90,27 +90,26 @@ def _at_least(least: int, value: object) -> bool:
 class Agreed(NamedTuple):
     """A group on which all ranks agreed; its statement stays, even if the user deletes the module.
 
-    Module and parameters are weak references, the latter with names and bytes. ``root`` was registered.
+    Module and parameters are weak references, the latter with names. ``root`` was registered.
     """
 
     statement: Words
     ranks: tuple[int, ...]
     root: Callable[[], nn.Module | None]
     module: Callable[[], nn.Module | None]
-    parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str, int]]
+    parameters: Sequence[tuple[Callable[[], torch.Tensor | None], str]]
 
     @classmethod
     def of(cls, group: GradientGroup, statement: Words, root: nn.Module | None) -> Agreed:
         """For a new group."""
-        parameters = [(ref(e.parameter), e.name, e.nbytes) for e in group.entries]
+        parameters = [(ref(e.parameter), e.name) for e in group.entries]
         return cls(statement, group.ranks, _weak(root), _weak(group.module), parameters)
 
     def without(self, moved: Collection[str]) -> Agreed:
         """The group without the parameters of these names; its module's callback is not asked again."""
         left = [each for each in self.parameters if each[1] not in moved]
-        nbytes = self.statement["nbytes"][1] - sum(n for _, name, n in self.parameters if name in moved)
         stated = {name: form for name, form in self.statement["parameters"].items() if name not in moved}
-        statement = self.statement | {"parameters": stated, "nbytes": [nbytes, nbytes], "new": False}
+        statement = self.statement | {"parameters": stated, "new": False}
         return self._replace(statement=statement, parameters=left)
 
 
@@ -215,7 +214,7 @@ class Registry:
             except (ConfigurationError, TypeError) as error:
                 refusal = refusal or str(error)
             refusal = refusal or not_on_one_device(module) or unfit(module, self._machine)
-        known = [(one(), name, each.ranks) for each in self._agreed for one, name, _ in each.parameters]
+        known = [(one(), name, each.ranks) for each in self._agreed for one, name in each.parameters]
         names = {id(parameter): name for parameter, name, _ in known if parameter is not None}
         # Without groups of the same root: a module that is added again may have lost some of them.
         others = [agreed for agreed in self._agreed if module is None or agreed.root() is not module]
@@ -226,11 +225,11 @@ class Registry:
             if entry.parameter in synchronised and key not in names:
                 other = synchronised[entry.parameter].another
                 refusal = refusal or f"{entry.name!r} already belongs to {other}"
-        stay = {name for agreed in others for _, name, _ in agreed.parameters}
+        stay = {name for agreed in others for _, name in agreed.parameters}
         moved = {names[key] for key in added.keys() & names} | ({name for _, name, _ in known} - stay)
         anew = {id(group.module) for group in new if group.module is not None}
         kept = [agreed.without(moved) for agreed in others if id(agreed.module()) not in anew]
-        fresh = [Agreed.of(group, statement(group), module) for group in new]
+        fresh = [Agreed.of(group, statement(group, self._machine.rank), module) for group in new]
         cut = [group.name for group in new if group.layer is not None and group.layer.scattered]
         who, options = self._owner.title, self._options._asdict()
         generator = generator_state() if cut else None

@@ -124,10 +124,16 @@ def test_a_distributed_layer_takes_its_users_ranks(P_world, comm):
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (lambda r, n: {"get_ranks_synch_weights": lambda: [0, n]}, r"rank \d is not in M"),
+        (
+            lambda r, n: {"get_ranks_synch_weights": lambda: [0, n]},
+            r"gave \[0, \d\] on rank \d, the copies are on",
+        ),
         (lambda r, n: {"get_ranks_synch_weights": list}, "would drift apart"),
         (lambda r, n: {"get_ranks_synch_weights": lambda: 1 / 0}, "ZeroDivisionError"),
-        (lambda r, n: {"get_sizeof_gradients": lambda: 7} if r == n - 1 else {}, "gave 7 bytes on rank"),
+        (
+            lambda r, n: {"get_sizeof_gradients": lambda: 7} if r == n - 1 else {},
+            r"gave 7 on rank \d, it is \d+ bytes",
+        ),
         (lambda r, n: {"get_ranks_synch_weights": 3} if r == 0 else {}, "is a function without arguments"),
     ],
 )

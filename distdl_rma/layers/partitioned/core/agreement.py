@@ -34,7 +34,6 @@ from distdl_rma.errors import (
     MismatchError,
     PeerFailedError,
     ProtocolError,
-    ShapeError,
 )
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
@@ -59,9 +58,9 @@ class ShapeAgreement(Generic[P]):
     afterwards (``settle``). So a change that only some ranks see (a smaller last batch, another image size)
     reaches all of them in the same call. Only then they exchange their facts.
 
-    ``ranks`` are the rank ids that must agree, ``inputs`` is the number of tensors that a call passes, and
-    ``has_outcome`` is whether ranks outside may wait for the outcome of a call. The owner must live as long
-    as this is used. It is referred to weakly: a reference cycle would free the layer and its memory late.
+    ``ranks`` are the rank ids that must agree, and ``has_outcome`` is whether ranks outside may wait for the
+    outcome of a call. The owner must live as long as this is used. It is referred to weakly: a reference
+    cycle would free the layer and its memory late.
 
     Always true between two calls: ``last`` is the plan of the last call, equal on all ranks, and
     ``_last_key`` the key of this rank's facts in it. Within a call, ``begin`` comes before ``settle``, each
@@ -69,12 +68,10 @@ class ShapeAgreement(Generic[P]):
     this rank takes part in the agreement too; what it cannot send, it reports by failing the machine.
     """
 
-    def __init__(
-        self, owner: OperatorLayer[P], ranks: Sequence[int], inputs: int = 1, has_outcome: bool = False
-    ) -> None:
+    def __init__(self, owner: OperatorLayer[P], ranks: Sequence[int], has_outcome: bool = False) -> None:
         self._owner: Any = weakref.proxy(owner)
         (self._machine, self._name), self._ranks = owner.site, tuple(ranks)
-        self._inputs, self._has_outcome = inputs, has_outcome
+        self._has_outcome = has_outcome
         self._outcome: CallOutcome | None = None
         self._consensus: Consensus | None = None
         # Title of the layer's comparisons, with a fingerprint of its arguments, from the first call on.
@@ -209,6 +206,3 @@ class ShapeAgreement(Generic[P]):
         with attributed(f"{self._name!r}", DistdlError):
             check_devices(facts)
             check_trainable(facts)
-            for rank, fact in facts.items():
-                if fact.given != self._inputs:
-                    raise ShapeError(f"takes {self._inputs} inputs, got {fact.given} on rank {rank}")

@@ -131,9 +131,7 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
                 warnings.simplefilter("ignore")
                 like(*sample)
     except (ArithmeticError, AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        texts = {k: reprlib.repr(v) for k, v in named.items()}
-        usual = {k: reprlib.repr(p.default) for k, p in signature_of(layer).parameters.items()}
-        shown = ", ".join(f"{k}={text}" for k, text in texts.items() if text != usual[k]) or "no arguments"
+        shown = ", ".join(f"{key}={reprlib.repr(it)}" for key, it in named.items()) or "no arguments"
         tried = f", tried with an input of shape {tuple(sample[0].shape)}" if sample else ""
         raise ArgumentError(f"{layer.__name__}: {error}; got {shown}{tried}") from None
     return like

@@ -105,25 +105,41 @@ class CallbackModule(nn.Module):
         """Raise ``ConfigurationError``, and fail the machine, if a user's callback and the module differ.
 
         A true size may be given by its callback's name. Programs reserve memory by these sizes, and sum over
-        these ranks: a wrong answer would be noticed far from its cause, if at all. Any error of a user's
-        function is reported so too, as it may be any code.
+        these ranks: a wrong answer would be noticed far from its cause, if at all.
         """
         for name in (*names, *sizes):
-            if name not in vars(self):
-                continue
-            try:
-                given = plain_answer(vars(self)[name]())
+            if name in vars(self):
                 true = sizes[name] if name in sizes else plain_answer(getattr(type(self), name)(self))
-                unit = " bytes" if name.startswith("get_sizeof") else ""
-                problem = f"gave {given}, it is {true}{unit}; leave it out, or correct it"
-                problem = "" if given == true else problem
-            except Exception as found:  # noqa: BLE001 - the user's function
-                problem = f"raised, or returned neither a number nor ranks: {found!r}"
-            if problem:
-                error = ConfigurationError(f"{self.label!r} on rank {self.machine.rank}: {name}() {problem}")
-                if not self.machine.closed:
-                    self.machine.fail(error)
-                raise error
+                if problem := wrong_answer(name, vars(self)[name], true, self.machine.rank):
+                    error = ConfigurationError(f"{self.label!r}: {problem}")
+                    if not self.machine.closed:
+                        self.machine.fail(error)
+                    raise error
+
+
+def wrong_answer(name: str, callback: Callable[[], Any], true: int | list[int], rank: int) -> str:
+    """What is wrong with the answer of a user's callback, which may be any code; empty if it is true."""
+    try:
+        given = plain_answer(callback())
+    except Exception as error:  # noqa: BLE001 - the user's function
+        return f"{name}() on rank {rank} raised, or returned neither a number nor ranks: {error!r}"
+    unit = " bytes" if name.startswith("get_sizeof") else ""
+    wrong = f"{name}() gave {given} on rank {rank}, it is {true}{unit}; leave it out, or correct it"
+    return "" if given == true else wrong
+
+
+def wrong_ranks(ranks: Sequence[int], rank: int, holders: Sequence[int]) -> str:
+    """What is wrong with this rank's answer of ``get_ranks_synch_weights``; empty if nothing is.
+
+    A user may name fewer ranks than hold a replica, to sum gradients within groups. The replicas of different
+    groups then differ, on purpose. A rank that holds no replica could not take part in the sum.
+    """
+    if set(ranks) <= set(holders) and len(set(ranks)) == len(ranks) and rank in ranks:
+        return ""
+    return (
+        f"get_ranks_synch_weights() gave {[*ranks]} on rank {rank}, the copies are on {[*holders]}: each rank"
+        " once, the caller among them"
+    )
 
 
 def set_callbacks(module: nn.Module, who: str, callbacks: Mapping[str, Any]) -> None:

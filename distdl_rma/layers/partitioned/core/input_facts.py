@@ -20,7 +20,7 @@ import torch
 
 from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition, alike
+from distdl_rma.geometry.partition import Partition, alike, by_key
 from distdl_rma.layers.dtypes import DTYPES
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.tensors import problem_with
@@ -41,8 +41,8 @@ class InputFacts(NamedTuple):
     Examples
     --------
     >>> facts = InputFacts.about([torch.zeros(2, 3)])
-    >>> facts.shape, facts.described
-    ((2, 3), '(2, 3) of torch.float32')
+    >>> facts.shape, facts.dtype
+    ((2, 3), torch.float32)
     >>> InputFacts.decode(facts.encode()) == facts
     True
     """
@@ -52,7 +52,6 @@ class InputFacts(NamedTuple):
     weights: torch.dtype | None = None
     call_arguments: tuple[Any, ...] = ()  # in JSON's types
     problem: str = ""
-    given: int = 1  # number of inputs in the call, which may be invalid
     trainable: Trainable | None = None  # parameters whose gradients are exchanged with other ranks
     device: str = ""  # of the inputs and weights; empty for the CPU
 
@@ -65,14 +64,6 @@ class InputFacts(NamedTuple):
     def dtype(self) -> torch.dtype:
         """Type of the first input."""
         return self.inputs[0][1]
-
-    @property
-    def described(self) -> str:
-        """Text for messages."""
-        needs = ["", " that needs a gradient"]
-        pairs = zip(self.inputs, self.needs.inputs, strict=False)
-        shown = ", ".join(f"{shape} of {dtype}{needs[needed]}" for (shape, dtype), needed in pairs)
-        return f"{shown}{' and ' if self.call_arguments else ''}{self.call_arguments or ''}" or self.problem
 
     def of(self, at: int) -> InputFacts:
         """The facts with one of the inputs only."""
@@ -91,12 +82,14 @@ class InputFacts(NamedTuple):
         """Facts about local tensors, a weight that the layer will use, and other arguments of the call.
 
         ``idle`` is whether this rank is outside of the partition of each input; there all tensors without
-        elements have equal facts. A ``problem``, or a value that cannot move, makes all ranks raise. A call
-        with too few inputs is filled up, with its true number beside: all ranks refuse it, in ``plan``.
+        elements have equal facts. A ``problem``, a value that cannot move, or another number of inputs makes
+        all ranks raise.
         """
-        given = len(xs)
+        wanted = len(idle)
+        if len(xs) != wanted:
+            problem = problem or f"takes {wanted} inputs, got {len(xs)}"
         for at, x in enumerate(xs):
-            what = f"input {at}" if given > 1 else "input"
+            what = f"input {at}" if wanted > 1 else "input"
             problem = problem or problem_with(x, what)
             like = xs[0] if weight is None else weight
             if not problem and x.device != like.device:
@@ -104,18 +97,15 @@ class InputFacts(NamedTuple):
                 problem = f"{what} is on {x.device}, but {whose} on {like.device}"
         if problem:
             return cls((), GradientNeeds(False, False), problem=clipped(problem))
-        if given < len(idle):
-            xs = [*xs, *[torch.empty(0)] * (len(idle) - given)]
         recording = torch.is_grad_enabled()
-        pairs = zip(xs, idle, strict=False)
+        pairs = zip(xs, idle, strict=True)
         inputs = tuple([_NOTHING if out and 0 in x.shape else (tuple(x.shape), x.dtype) for x, out in pairs])
-        wanted = len(idle)
-        others = tuple([recording and x.requires_grad for x in xs[1:wanted]]) if wanted > 1 else ()
+        others = tuple([recording and x.requires_grad for x in xs[1:]]) if wanted > 1 else ()
         learns = recording and weight is not None and weight.requires_grad
         needs = GradientNeeds(recording and xs[0].requires_grad, learns, others)
         dtype = None if weight is None else weight.dtype
         device = "" if xs[0].is_cpu else str(xs[0].device)
-        return cls(inputs, needs, dtype, call_arguments, given=given, trainable=trainable, device=device)
+        return cls(inputs, needs, dtype, call_arguments, trainable=trainable, device=device)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -124,14 +114,14 @@ class InputFacts(NamedTuple):
         Needed gradients and devices are not among them: a call of an evaluation uses the plan of training,
         whose memory would else be reserved twice.
         """
-        return self.inputs, self.weights, self.call_arguments, self.given
+        return self.inputs, self.weights, self.call_arguments
 
     def encode(self) -> bytes:
         """Row of bytes for the other ranks; equal for equal facts, so that ranks compare rows."""
         inputs = [(shape, DTYPES.index(dtype)) for shape, dtype in self.inputs]
         weights = DTYPES.index(self.weights) if self.weights in DTYPES else None
-        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.given
-        return json.dumps((*words, self.trainable, self.device), separators=(",", ":")).encode()
+        words = inputs, self.needs, weights, self.call_arguments, self.problem, self.trainable, self.device
+        return json.dumps(words, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, row: bytes) -> InputFacts:
@@ -168,13 +158,11 @@ def check_devices(facts: dict[int, InputFacts]) -> None:
 
     Tensors without elements count too: a rank that only receives gets its result where its input is.
     """
-    (first, expected), *others = ((rank, fact.device or "cpu") for rank, fact in facts.items())
-    for rank, device in others:
-        if device.partition(":")[0] != expected.partition(":")[0]:
-            raise ShapeError(
-                f"rank {first} passes a tensor on {expected} but rank {rank} one on {device}: all ranks have"
-                " one type of device, also for tensors without elements, zero_volume_tensor(device=...)"
-            )
+    alike(
+        {rank: (fact.device or "cpu").partition(":")[0] for rank, fact in facts.items()},
+        "rank {} passes a tensor on {} but rank {} one on {}: all ranks have one type of device, also for"
+        " tensors without elements, zero_volume_tensor(device=...)",
+    )
 
 
 def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
@@ -185,11 +173,11 @@ def input_dtype(P_x: Partition, facts: dict[int, InputFacts]) -> torch.dtype:
     return common_dtype({rank: facts[rank] for rank in P_x.ranks})
 
 
-def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts]) -> None:
-    """Raise ``ShapeError`` if the weights of a rank have another type than the input."""
+def check_weights(dtype: torch.dtype, facts: dict[int, InputFacts], *others: torch.dtype | None) -> None:
+    """Raise ``ShapeError`` if the weights of a rank have another type than the input and ``others``."""
     for rank, fact in facts.items():
-        if fact.weights != dtype:
-            raise ShapeError(f"input is {dtype}, the weights of rank {rank} are {fact.weights}")
+        if fact.weights not in (dtype, *others):
+            raise ShapeError(f"input is {dtype}, on rank {rank} the parameters are {fact.weights}")
 
 
 def check_trainable(facts: dict[int, InputFacts]) -> None:
@@ -198,17 +186,14 @@ def check_trainable(facts: dict[int, InputFacts]) -> None:
     The others would wait for its gradient in the backward. Parameters may differ between groups: those that
     ranks keep for themselves are nobody else's.
     """
-    found: dict[int, tuple[int, tuple[str, ...]]] = {}
-    for rank, fact in facts.items():
-        if fact.trainable is None:
-            continue
-        group, names = fact.trainable
-        first, expected = found.setdefault(group, (rank, names))
-        if names != expected:
-            raise ProtocolError(
-                f"the parameters that need a gradient are {[*expected]} on rank {first} and {[*names]} on"
-                f" rank {rank}: freeze a parameter on all ranks or on none"
-            )
+    stated = {rank: fact.trainable for rank, fact in facts.items() if fact.trainable is not None}
+    for ranks in by_key(stated, lambda rank: stated[rank][0]).values():
+        alike(
+            {rank: [*stated[rank][1]] for rank in ranks},
+            "the parameters that need a gradient are {1} on rank {0} and {3} on rank {2}: freeze a parameter"
+            " on all ranks or on none",
+            ProtocolError,
+        )
 
 
 def source_of(

@@ -320,13 +320,7 @@ class DistributedLayer(CallbackModule):
         if self.placed is None:
             # Without weights any ranks of the machine are valid; layers with weights check in their forward.
             stated_ranks(self, self.site, self.machine.ranks)
-        names = () if self.compares_statistics else ("get_ranks_synch_norm", "get_sizeof_norm")
-        self.check_callbacks(("get_sizeof_gradients", *names), **sizes)
-
-    @property
-    def compares_statistics(self) -> bool:
-        """Whether the ranks exchange their users' callbacks for statistics in each call."""
-        return False
+        self.check_callbacks(("get_sizeof_gradients", "get_ranks_synch_norm", "get_sizeof_norm"), **sizes)
 
     @property
     def site(self) -> CallSite:
@@ -431,9 +425,8 @@ class DistributedLayer(CallbackModule):
         outcome = self.outcome()
         if outcome is not None:
             outcome.receive()
-        problem = problem_with(x)
-        if problem:
-            raise ShapeError(f"{self.name!r}: rank {self.machine.rank}: {problem}")
+        if problem := problem_with(x):
+            DistributedLayer.refuse(self, problem)
         # A backward may start here, as on the other ranks; it does nothing.
         y = anchored(idle(x, others))
         if not y.is_cpu:

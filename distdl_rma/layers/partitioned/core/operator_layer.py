@@ -95,7 +95,7 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         ranks = self.agreeing()
         if self.machine.rank not in ranks:
             return None
-        return ShapeAgreement(self, ranks, len(self.P_xs), has_outcome=self.placements is not None)
+        return ShapeAgreement(self, ranks, has_outcome=self.placements is not None)
 
     @reports_failures
     def connect(self, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> None:

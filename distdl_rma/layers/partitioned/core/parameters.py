@@ -31,6 +31,7 @@ from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import Moves, movement_between
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
+from distdl_rma.layers.partitioned.core.callbacks import wrong_ranks
 from distdl_rma.layers.partitioned.core.input_facts import Trainable
 from distdl_rma.layers.partitioned.core.placement import Placement
 from distdl_rma.segments.collectives.allreduce import Allreduce
@@ -240,19 +241,11 @@ class Parameters:
 
 
 def stated_ranks(layer: Any, site: CallSite, holders: Sequence[int]) -> tuple[int, ...]:
-    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included.
-
-    A user may name fewer ranks than hold a replica, to sum gradients within groups. The replicas of different
-    groups then differ, on purpose. A rank that holds no replica could not take part in the sum.
-    """
+    """Checked ranks of ``get_ranks_synch_weights``: some of the holders, this one included."""
     machine = site.machine
     ranks = tuple(layer.get_ranks_synch_weights()) or (machine.rank,)
-    alien = set(ranks) - set(holders)
-    if alien or len(set(ranks)) != len(ranks) or machine.rank not in ranks:
-        error = ConfigurationError(
-            f"{site.name!r}: get_ranks_synch_weights() gave rank {machine.rank} {list(ranks)},"
-            f" the copies are on {list(holders)}: each rank once, the caller among them"
-        )
+    if problem := wrong_ranks(ranks, machine.rank, holders):
+        error = ConfigurationError(f"{site.name!r}: {problem}")
         # The other ranks do not know of the error, and would wait for this one.
         machine.fail(error)
         raise error

@@ -22,10 +22,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.partition import Partition
+from distdl_rma.geometry.partition import Partition, alike, by_key
 from distdl_rma.layers.dtypes import as_words
 from distdl_rma.layers.ops.losses import has_indices
-from distdl_rma.layers.partitioned.core.refusals import refusal
+from distdl_rma.layers.partitioned.core.refusals import attributed, refusal
 from distdl_rma.layers.partitioned.loss.base import DistributedLoss, Parts
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.segments.consensus import gather_words
@@ -94,14 +94,13 @@ class _ClassLoss(DistributedLoss):
         problems = {rank: problem for rank, (problem, _) in found.items()}
         if any(problems.values()):
             raise refusal(self.name, problems)
-        for rank, (_, its) in found.items():
-            index = list(self.P_x.index_of(rank))
-            index[self._dim] = 0
-            first = self.P_x.rank_at(index)
-            if its != found[first][1]:
-                raise ShapeError(
-                    f"{self.name!r}: ranks {first} and {rank} have different classes of the same elements,"
-                    " and must have the same class indices, but they differ"
+        place, dim = self.P_x.index_of, self._dim
+        for ranks in by_key(found, lambda rank: (place(rank)[:dim], place(rank)[dim + 1 :])).values():
+            with attributed(f"{self.name!r}"):
+                alike(
+                    {rank: found[rank][1] for rank in ranks},
+                    "ranks {0} and {2} have different classes of the same elements, and must have the same"
+                    " class indices, but they differ",
                 )
 
     def _check_weight(self, what: str, weight: Any, P_x: Partition) -> None:

@@ -91,7 +91,7 @@ def test_arguments_that_a_call_does_not_take_are_refused_on_all_ranks(P_world, c
 @pytest.mark.parametrize("kind", [layers.DistributedConv1d, layers.DistributedConvTranspose1d])
 def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm, kind):
     layer, x = kind(line(P_world), 1, 1, 1), torch.ones(1, 1, 2)
-    match = r"input is torch\.float64, the weights of rank 0 are torch\.float32"
+    match = r"input is torch\.float64, on rank 0 the parameters are torch\.float32"
     same_error(comm, lambda: layer(x.double()), ShapeError, match)
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(torch.complex64)
@@ -104,7 +104,7 @@ def test_features_and_types_of_a_linear_layer_are_those_of_the_weights(P_world, 
     layer, x = getattr(layers, f"DistributedLinear{kind}")(P_x, 6, 5), torch.zeros(1, 7)
     match = r"global input \(\d, 7\) has 7 features, the layer takes 6"
     same_error(comm, lambda: layer(x), ShapeError, match)
-    match = r"input is torch\.float64, the weights of rank 0 are torch\.float32"
+    match = r"input is torch\.float64, on rank 0 the parameters are torch\.float32"
     same_error(comm, lambda: layer(x[:, :6].double()), ShapeError, match)
 
 

@@ -86,11 +86,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_the_layer_goes_on(P_world
         compare(layer, [P_a, P_b], P_a, good)
     parts = [shard(P_a, good[0]), shard(P_b, good[1])]
     for given in ([], parts[:1], [*parts, parts[0]]):
-        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 0"):
+        with pytest.raises(ShapeError, match=f"rank 0: takes 2 inputs, got {len(given)}"):
             layer(*given)
-        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 1"):
+        with pytest.raises(ShapeError, match=f"rank 1: takes 2 inputs, got {len(given)}"):
             layer(*(given if comm.rank == 1 else parts))
-        with pytest.raises(ShapeError, match=f"takes 2 inputs, got {len(given)} on rank 1"):
+        with pytest.raises(ShapeError, match=f"rank 1: takes 2 inputs, got {len(given)}"):
             layer.connect([(2, 3, 6)] * (len(given) if comm.rank == 1 else 2))
         compare(layer, [P_a, P_b], P_a, good)
     with pytest.raises(ShapeError, match=r"input 0: rank 0 passes torch\.float64 but rank 1 torch\.float32"):
