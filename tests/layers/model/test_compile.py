@@ -635,5 +635,8 @@ def test_a_model_behind_a_compiled_one(P_world):
     after = distribute(nn.Conv2d(1, 2, 3, padding=1), {"H": -1})
     with Pair(convs(2, nn.GroupNorm(1, 4))) as pair:
         pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: after(y[:, :1]).square().mean(), 8)
-        pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: y.mean(), 8)
+    with Pair(nn.Conv2d(1, 1, 3, padding=1)) as pair:
+        pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: after(y).square().mean(), 8)
+    with Pair(convs(2, nn.GroupNorm(1, 4))) as pair:
+        assert kinds(pair.train(lambda: torch.rand(2, 1, 33, 20), lambda y: y.mean(), 8)) == [True]
     after.distributed.close()
