@@ -34,10 +34,13 @@ from distdl_rma.layers.capture.kinds import (
     split_like,
 )
 from distdl_rma.layers.capture.program import Program
-from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
+from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder, Slot
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
 from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
+
+# Of the recorded call: no program has this one, so that a seed which it sets is another.
+_SEED = 0x6A09E667F3BCC908
 
 
 class Attempt:
@@ -179,6 +182,7 @@ def record(
     recorder, before = Recorder(others, state.tensors, weights), _Before(state, others)
     gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor | None]()
     with unchanged(state.fixed.values()):
+        torch.manual_seed(_SEED)
         try:
             with recorder:
                 attempt = Attempt(function, given, state, others, weights)
@@ -188,6 +192,8 @@ def record(
             raise OtherNumbersError(recorder.problem or f"{what}: {error}") from error
         finally:
             changed = before.restored()
+            if torch.initial_seed() != _SEED:
+                changed = changed or "it sets the seed of random numbers"
         slots, chosen = [recorder.slot(x) for x in attempt.results], dict[int, int]()
         for n, slot in enumerate(slots):
             if slot.number not in chosen or attempt.differentiable[n]:
@@ -197,8 +203,7 @@ def record(
             changed = changed or "it returns a tensor of its own, and none that it computed"
         if len({*memory}) < len(memory):
             changed = changed or "two results of it show the same memory; return a clone() of one"
-        outputs = [recorder.own(n) for n in chosen]
-        length = len(recorder.steps)
+        outputs, length = [*map(Slot, chosen)], len(recorder.steps)
         # A rank alone would wait for the others in the backward.
         refuse(agreed(recorder.problem or attempt.problem or changed))
         if any(attempt.differentiable):

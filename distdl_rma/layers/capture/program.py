@@ -292,6 +292,8 @@ class InGraph(OperatorFunction):
             each.to_save = ()
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
+        # Others than those that the program has: these may be what saved views are views of.
+        outputs = tuple(y.detach() for y in outputs)
         ctx.mark_non_differentiable(*[y for y, able in zip(outputs, differentiable, strict=True) if not able])
         return outputs
 

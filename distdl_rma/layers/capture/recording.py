@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl_rma.layers.checks.user_frames import user_line
 from distdl_rma.layers.ops.core.autograd import RECORDINGS, OperatorFunction
+from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import module_path
 from distdl_rma.layers.split.tensor import SplitTensor
@@ -135,6 +136,8 @@ class Recorder:
         # The tensors of the model, by the numbers of their slots.
         self.bound: dict[int, torch.Tensor] = {}
         self.problem, self.notes = "", True
+        # Kernels are seen below autocast, and run there, also those of a rule that switches it off.
+        self._autocast = AUTOCASTS()
         self._by_id: dict[int, int] = {}
         self._by_view: dict[Any, int] = {}
         self._by_memory: dict[int, int] = {}
@@ -216,16 +219,6 @@ class Recorder:
         x = self.tensors[number]
         return x.untyped_storage()._cdata if _has_memory(x) and x.numel() else -1 - number
 
-    def own(self, number: int) -> Slot:
-        """A slot for a result, with memory of its own: torch changes no view in place that has no graph."""
-        x = self.tensors[number]
-        whole = self.kinds[number] != COMPUTED or not _has_memory(x) or not x.numel()
-        if whole or self._by_memory.get(x.untyped_storage().data_ptr()) == number:
-            return Slot(number)
-        found = Slot(self.add(x.clone(), COMPUTED))
-        self.steps.append(Step(torch.ops.aten.clone.default, (Slot(number),), {}, found, True))
-        return found
-
     def _known(self, x: torch.Tensor) -> int | None:
         number = self._by_id.get(id(x))
         if number is None and _has_memory(x) and x.numel():
@@ -284,11 +277,12 @@ class Recorder:
             # A number that Python made a tensor of: a new one in each call.
             func, fixed = torch.ops.aten.clone.default, False
         found = func(*args, **kwargs)
+        run = partial(_below_autocast, func) if self._autocast else func
         if fixed:
             self.results(found, CONSTANT)
         else:
             pure = not (random or func._schema.is_mutable)
-            self.steps.append(Step(func, given, named, self.results(found), pure))
+            self.steps.append(Step(run, given, named, self.results(found), pure))
         return found
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -352,6 +346,11 @@ class Recorder:
             found = function(*args, **kwargs)
         self.steps.append(Step(function, given, kwargs, self.results(found), False))
         return found
+
+
+def _below_autocast(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._DisableAutocast():
+        return func(*args, **kwargs)
 
 
 def _held(x: Any) -> list[torch.Tensor]:

@@ -88,6 +88,8 @@ class GradientSlot:
         # In the running backward: whether a layer was offered the place, whether the gradient has arrived,
         # and the earlier .grad, to which the sum is added.
         self.offered = self.ready = False
+        # Whether the node of the parameter has run without a gradient.
+        self.missing = False
         self.base: torch.Tensor | None = None
         # Whether .grad holds this rank's own gradient, accumulated under no_sync.
         self.local = False

@@ -392,10 +392,14 @@ class GradientSync(Uncopyable):
         return gradient / slot.kind.divisor if slot.kind.divisor > 1 else gradient
 
     @breaks_graph
-    def _computed(self, slot: GradientSlot, computed: torch.Tensor) -> torch.Tensor | None:
+    def _computed(self, slot: GradientSlot, computed: torch.Tensor | None) -> torch.Tensor | None:
         # The gradient is complete and not yet accumulated.
         if compiles() is not None:
             return run_eager(self._computed, slot, computed)
+        slot.missing = computed is None
+        if computed is None:
+            # An autograd function has returned None for it.
+            return None
         parameter = slot.parameter()
         if not self._prepare(slot, parameter):
             return None
@@ -442,7 +446,7 @@ class GradientSync(Uncopyable):
         if slot.later:
             parameter._post_accumulate_grad_hooks.update(slot.later)
             self._waiting.append(slot)
-        if self._paused:
+        if self._paused or slot.missing:
             return None
         self._on_the_way -= 1
         if bucket.put(slot, parameter.grad):
