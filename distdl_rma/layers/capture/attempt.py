@@ -34,7 +34,7 @@ from distdl_rma.layers.capture.kinds import (
     split_like,
 )
 from distdl_rma.layers.capture.program import Program
-from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder, Slot
+from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
 from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
@@ -82,12 +82,17 @@ class Attempt:
         self.results = [checked_block(x) if isinstance(x, SplitTensor) else x for x in tensors_of]
         self.differentiable = [x.requires_grad for x in self.results]
         self.plain = [x for x in leaves if not isinstance(x, torch.Tensor)]
+        # The first of the results that are one object, and which of these each result is.
+        first = {id(x): n for n, x in reversed([*enumerate(tensors_of)])}
+        self.chosen = sorted(first.values())
+        self._which = [self.chosen.index(first[id(x)]) for x in tensors_of]
 
-    def returned(self, which: Sequence[int], tensors: Sequence[torch.Tensor]) -> Any:
-        """What the model returned, with other blocks and plain tensors; ``which`` of these each result is."""
-        able = zip(which, self.differentiable, strict=True)
-        others = iter([tensors[n] if each else tensors[n].detach() for n, each in able])
-        leaves = [split_like(x, next(others)) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returned, with other tensors in the place of its ``chosen`` results."""
+        given = [x for x in self._leaves if isinstance(x, torch.Tensor)]
+        made = [split_like(given[n], x) for n, x in zip(self.chosen, tensors, strict=True)]
+        others = iter([made[n] for n in self._which])
+        leaves = [next(others) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         return restored(leaves, self._form)
 
     def forget(self) -> None:
@@ -135,18 +140,19 @@ def _stand_in(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class Captured(NamedTuple):
-    """The program of a kind of calls, and what its outputs are.
+    """The program of a kind of calls, the recorded call, and strides of the gradients of its outputs.
 
-    ``attempt`` is the recorded call; ``chosen`` says which of its results each output is, and ``which``
-    output each result is: several results may be one tensor. ``strides`` are those of the gradients of
-    outputs, None if there is none.
+    They are None for an output that gets no gradient.
     """
 
     program: Program
     attempt: Attempt
-    chosen: list[int]
-    which: list[int]
     strides: list[tuple[int, ...] | None]
+
+    @property
+    def chosen(self) -> list[int]:
+        """Which results the outputs are: the first of those that are one object."""
+        return self.attempt.chosen
 
     @property
     def differentiable(self) -> list[bool]:
@@ -194,20 +200,19 @@ def record(
             changed = before.restored()
             if torch.initial_seed() != _SEED:
                 changed = changed or "it sets the seed of random numbers"
-        slots, chosen = [recorder.slot(x) for x in attempt.results], dict[int, int]()
-        for n, slot in enumerate(slots):
-            if slot.number not in chosen or attempt.differentiable[n]:
-                chosen[slot.number] = n
-        which, memory = [[*chosen].index(slot.number) for slot in slots], [*map(recorder.memory, chosen)]
-        if any(recorder.kinds[n] not in {COMPUTED, INPUT} for n in chosen):
+        chosen = attempt.chosen
+        outputs = [recorder.slot(attempt.results[n]) for n in chosen]
+        length = len(recorder.steps)
+        if any(recorder.kinds[slot.number] not in {COMPUTED, INPUT} for slot in outputs):
             changed = changed or "it returns a tensor of its own, and none that it computed"
+        of_outputs = zip(outputs, chosen, strict=True)
+        memory = [recorder.memory(slot.number) for slot, n in of_outputs if attempt.differentiable[n]]
         if len({*memory}) < len(memory):
             changed = changed or "two results of it show the same memory; return a clone() of one"
-        outputs, length = [*map(Slot, chosen)], len(recorder.steps)
         # A rank alone would wait for the others in the backward.
         refuse(agreed(recorder.problem or attempt.problem or changed))
         if any(attempt.differentiable):
-            able = [n for n in chosen.values() if attempt.differentiable[n]]
+            able = [n for n in chosen if attempt.differentiable[n]]
             ends = [attempt.results[n] for n in able]
             ones = [*map(torch.ones_like, ends)]
             if strides:
@@ -221,7 +226,7 @@ def record(
     program = Program(recorder, length, outputs, gradients, found, nbytes)
     attempt.forget()
     laid = [None if x is None else x.stride() for x in ones]
-    return Captured(program, attempt, [*chosen.values()], which, laid)
+    return Captured(program, attempt, laid)
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -273,12 +273,12 @@ class Compiled:
             different = different or "the state of random numbers"
         if self.is_different(kind, different) or not any(attempt.differentiable):
             kind.known = kind.captured is not None
-            return attempt.returned(range(len(attempt.results)), attempt.results)
+            return attempt.returned([attempt.results[n] for n in attempt.chosen])
         behind = [*self._learnt(kind), *[x for x in found.tensors if x.requires_grad]]
         call = _Comparison(self, kind, attempt, replay)
         backward = Backward(call, [[*range(len(behind))]])
         tensors = backward.behind(tuple(results), kept, captured.differentiable, behind)
-        return attempt.returned(captured.which, tensors)
+        return attempt.returned(tensors)
 
     def is_different(self, kind: _Kind, what: str) -> bool:
         """Whether a replay differs on any rank; an error unless such calls go on uncompiled. Collective."""
@@ -307,7 +307,7 @@ class _Replay:
             behind = (*learnt, *[x for x in tensors if x.requires_grad])
             backward = Backward(self, self.program.pieces)
             outputs = backward.behind(outputs, kept, captured.differentiable, behind)
-        return captured.attempt.returned(captured.which, outputs)
+        return captured.attempt.returned(outputs)
 
     def backward(
         self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor | None]
