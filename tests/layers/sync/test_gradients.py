@@ -258,3 +258,27 @@ def test_parameters_that_are_first_used_in_inference_mode_are_trained_later(comm
         found.append([p.grad for p in model.parameters()])
     for mine, alone in zip(*found, strict=True):
         torch.testing.assert_close(mine, alone)
+
+
+class Some(torch.autograd.Function):
+    """The first argument; the gradient of the second is one, or None."""
+
+    @staticmethod
+    def forward(ctx, x, p, has):
+        ctx.has = has
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(2) if ctx.has else None, None
+
+
+@pytest.mark.parametrize("of", ["no rank", "one rank"])
+def test_a_function_that_returns_no_gradient_of_a_parameter(P_world, comm, of):
+    net = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "ab"})
+    with GradientSync(net, P_world):
+        for _ in range(2):
+            net["a"].grad = net["b"].grad = None
+            Some.apply(net["b"] * 2, net["a"], of == "one rank" and comm.rank == 1).sum().backward()
+            assert (net["a"].grad is None) if of == "no rank" else torch.equal(net["a"].grad, torch.ones(2))
+            assert torch.equal(net["b"].grad, torch.full((2,), 2.0 * comm.size))
