@@ -202,8 +202,11 @@ class State:
 
     def _function(self, function: Any) -> None:
         inner, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
-        if not isinstance(inner, FunctionType) or _is_of_library(inner):
+        # Methods of modules read no tables of their object: once for all modules of a class.
+        of_class = isinstance(owner, nn.Module) and id(inner) in self._met
+        if not isinstance(inner, FunctionType) or _is_of_library(inner) or of_class:
             return
+        self._met[id(inner)] = inner
         names = _names_in(inner.__code__)
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
             self._cells.append((name, cell))
@@ -224,7 +227,9 @@ class State:
         if found:
             self._tables.append((table, found))
         for name in found:
-            self._look(f"{path}.{name}" if path else name, table[name], names)
+            # Functions of a class are met as methods.
+            if isinstance(table, dict) or not isinstance(table[name], FunctionType):
+                self._look(f"{path}.{name}" if path else name, table[name], names)
 
     def held(self) -> list[Any]:
         """All that is held now."""

@@ -504,12 +504,36 @@ def _changes_key(crit):
     crit.table["flags"]["b"] = crit.table["flags"].pop("a", 1)
 
 
+class Scaled(nn.Module):
+    """A model whose method reads an attribute of its class."""
+
+    scale = 1.0
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def part(self, y):
+        return y * self.scale
+
+    def forward(self, x):
+        return self.part(self.conv(x))
+
+
+def mean_of(model):
+    return lambda x: model(x).mean()
+
+
 # A step of a model, a Crit and a tuple of a tensor, and what changes between its calls.
 NAMED = {
     "nested code": (lambda m, c, t: lambda x: sum(m(y).mean() * W for y in (x,)), lambda c, t: _changes_w()),
     "a helper": (lambda m, c, t: lambda x: helper(m(x)).mean(), lambda c, t: _changes_w()),
     "a method": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: setattr(c, "weight", c.weight + 1)),
     "a class": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: setattr(Crit, "scale", Crit.scale + 1)),
+    "a class of a module": (
+        lambda m, c, t: mean_of(Scaled(m)),
+        lambda c, t: setattr(Scaled, "scale", Scaled.scale + 1),
+    ),
     "a list in a dict": (
         lambda m, c, t: lambda x: c(m(x)),
         lambda c, t: c.table.update(slopes=[c.table["slopes"][0] + 1]),
