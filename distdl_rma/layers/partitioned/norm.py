@@ -336,6 +336,10 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
         idle = () if self.running_mean is None else self.machine.ranks
         return (*ranks, *(rank for rank in idle if rank not in self.P_x))
 
+    def reset_running_stats(self) -> None:
+        """Reset the running statistics; local, must be called on all ranks."""
+        batchnorm._NormBase.reset_running_stats(self)
+
     def statistics_mode(self) -> tuple[bool, bool]:
         """Whether a call normalises by statistics of its input, and whether it updates running statistics."""
         raise NotImplementedError

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import BufferedReader
 from threading import RLock
 from typing import Any
 
 from distdl_rma.errors import DataError
-from distdl_rma.layers.sources.remote import AHEAD_NBYTES, UrlFile, is_url
+from distdl_rma.layers.sources.remote import AHEAD_NBYTES, UrlFile, is_url, meet_receiver
 
 # Libraries that read HDF5 or NetCDF, or may do so behind a slicing. Their C libraries fail in threads.
 LOCKED = frozenset({"h5py", "h5netcdf", "netCDF4", "xarray", "dask"})
@@ -48,25 +49,29 @@ def hdf5_lock(needed: bool = True) -> AbstractContextManager[Any]:
 def hdf5_file(h5py: Any, path: Any, mode: str = "r") -> Any:
     """A file of h5py; without locks of the file system where this has none, such as many a network's."""
     if is_url(str(path)):
-        return h5py.File(BufferedReader(_UncollectedFile(path), AHEAD_NBYTES), mode)
+        return h5py.File(BufferedReader(UrlFile(path), AHEAD_NBYTES), mode)
     return h5py.File(path, mode, locking="best-effort")
 
 
-class _UncollectedFile(UrlFile):
-    """A file of a server for h5py, whose lock this thread holds while another one receives the bytes.
+@contextmanager
+def uncollected(path: Any) -> Iterator[None]:
+    """Context, within the lock, in which no thread collects garbage while h5py reads a file of a server.
 
-    That one would wait for the lock, and so for ever, if it collected garbage that has objects of h5py.
+    h5py holds a lock of its own while another thread receives the bytes. That thread would wait for it, and
+    so for ever, if it collected garbage that has objects of h5py.
     """
-
-    def readinto(self, memory: Any) -> int:
-        """As of a file; nobody else disables collection here, since only one thread is within the lock."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return super().readinto(memory)
-        finally:
-            if collects:
-                gc.enable()
+    if not is_url(str(path)):
+        yield
+        return
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # Behind a collection that this thread has begun.
+        meet_receiver()
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def behind_links(h5py: Any, path: str, name: str) -> Any:

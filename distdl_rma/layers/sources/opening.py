@@ -31,7 +31,7 @@ import numpy as np
 from distdl_rma.errors import ArgumentError, DataError, UnsupportedError, told
 from distdl_rma.layers.sources.chunks import chunks_of
 from distdl_rma.layers.sources.dimensions import Dimensions, known, of_hdf5, of_nifti, of_tiff
-from distdl_rma.layers.sources.hdf5 import behind_links, check_own, hdf5_file, hdf5_lock
+from distdl_rma.layers.sources.hdf5 import behind_links, check_own, hdf5_file, hdf5_lock, uncollected
 from distdl_rma.layers.sources.packed import SCALES, check_stored
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import text_of, torch_dtype
@@ -191,7 +191,8 @@ class FileSource:
     def __getitem__(self, box: tuple[slice, ...]) -> Any:
         """The box, as the library returns it; ``DataError`` if it fails, or a server's file has changed."""
         advice = "if the file is damaged, copy or write it again"
-        with hdf5_lock(self._kind.locked), told(DataError, f"{self}: reading {text_of(box)} failed", advice):
+        reading = told(DataError, f"{self}: reading {text_of(box)} failed", advice)
+        with hdf5_lock(self._kind.locked), uncollected(self.path if self._kind.locked else ""), reading:
             # A handle that a fork inherits would return wrong data.
             if self._pid != os.getpid():
                 self._array, self._pid = self._kind.opened(self.path, self.name)[0], os.getpid()
@@ -237,7 +238,7 @@ def hdf5(path: str, name: str | None) -> tuple[Any, Dimensions]:
     and threads read them at the speed of the disk.
     """
     h5py = needed("h5py", "hdf5")
-    with hdf5_lock():
+    with hdf5_lock(), uncollected(path):
         found = name and behind_links(h5py, path, name)
         if not isinstance(found, h5py.Dataset):
             file, names = hdf5_file(h5py, path), list[str]()

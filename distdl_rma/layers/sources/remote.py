@@ -114,6 +114,16 @@ def _blocks(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
         yield block
 
 
+def meet_receiver() -> None:
+    """Wait until the thread that receives bytes does nothing else."""
+
+    async def nothing() -> None:
+        pass
+
+    asyn = needed("fsspec.asyn", "remote")
+    asyn.sync(asyn.get_loop(), nothing)
+
+
 class UrlFile(RawIOBase):
     """A file of a server, which is read at its position; has no handle."""
 

@@ -73,7 +73,7 @@ def test_what_torch_would_not_concatenate_is_refused():
     for second, dtypes, words in (
         ((2, 3), floats, r"Number of dimensions .* input 1 is \(2, 3\)"),
         ((1, 3, 4), floats, r"Expected 2 in dimension 0 .* input 1 is \(1, 3, 4\)"),
-        ((2, 3, 4), others, r"Promotion .* is torch\.float64; input 1 .* torch\.float8_e5m2"),
+        ((2, 3, 4), others, r"Promotion .* of torch\.float64; input 1 .* torch\.float8_e5m2"),
     ):
         with pytest.raises(ShapeError, match=words):
             joined([(2, 3, 4), second], dtypes)
