@@ -11,7 +11,7 @@
                       del v9                          v23 = s5(v20)
                       return v12, c7, ...             some += v23,; yield
 
-    graph         ... <- Piece <- Piece <- InGraph <- loss          gradients of some MiB each (``pieces``)
+    graph         ... <- Piece <- Piece <- InGraph <- loss          gradients of ``nbytes`` each (``pieces``)
                      weight   weight   weight
 
 The backward is a generator. Each node of the graph runs it up to the next ``yield``, and returns gradients
@@ -58,7 +58,8 @@ class Program:
     """The forward of a recording, and its backward if there is one.
 
     ``length`` is the number of steps of the forward. ``outputs``, ``gradients`` (of the outputs, arguments of
-    the backward) and ``found`` (gradients of inputs and parameters) are slots, None for no gradient.
+    the backward) and ``found`` (gradients of inputs and parameters) are slots, None for no gradient. A piece
+    of the backward ends when it has ``nbytes`` of these.
     """
 
     def __init__(
@@ -130,10 +131,8 @@ class Program:
         self, steps: Sequence[Step], arguments: Sequence[str], ends: dict[int, str]
     ) -> Callable[..., Any]:
         # ``ends`` are lines before the step with that number. The names in them stay until then.
-        lines, stay = (
-            [f"def function({', '.join(arguments)}):"],
-            {*_NAMES.findall(" ".join(ends.values()))},
-        )
+        lines = [f"def function({', '.join(arguments)}):"]
+        stay = {*_NAMES.findall(" ".join(ends.values()))}
         made = {f"v{slot.number}" for step in steps for slot in _slots(step.results)} | {*arguments}
         last = {f"v{n}": at for n, at in _last_uses(steps).items()}
         for at, step in enumerate(steps):
