@@ -262,7 +262,8 @@ def test_a_folder_that_lacks_something_is_named(tmp_path, capsys, monkeypatch):
     model.mkdir()
     (model / "plans.json").write_text("{}")
     (model / "dataset.json").write_text("[")
-    assert "is no folder that nnU-Net has trained: dataset.json: JSONDecodeError: Expecting" in said(capsys, tmp_path, model)
+    text = "is no folder that nnU-Net has trained: dataset.json: JSONDecodeError: Expecting"
+    assert text in said(capsys, tmp_path, model)
     (model / "dataset.json").write_text("{}")
     assert "has a checkpoint_final.pth in no fold" in said(capsys, tmp_path, model)
     (model / "fold_1").mkdir()
