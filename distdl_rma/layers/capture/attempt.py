@@ -35,6 +35,7 @@ from distdl_rma.layers.capture.kinds import (
 )
 from distdl_rma.layers.capture.program import Program
 from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
+from distdl_rma.layers.capture.regions import CompilerError, Regions
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
 from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
@@ -167,12 +168,14 @@ def record(
     strides: Sequence[tuple[int, ...] | None],
     agreed: Callable[[str], str],
     nbytes: int,
+    fuses: bool,
 ) -> Captured:
     """Record a call on other numbers, forward and backward; blocking, collective.
 
     Buffers and random numbers are as before afterwards. ``agreed`` returns the first rank's problem to all of
     them, and ``NotCapturedError`` says it. ``strides`` are those of gradients, if they are known. A piece of
-    the backward ends when it has ``nbytes`` of gradients.
+    the backward ends when it has ``nbytes`` of gradients. With ``fuses`` it is compiled; ``CompilerError`` on
+    all ranks if one of them cannot.
     """
     others, weights, problem = list[torch.Tensor](), dict[int, torch.Tensor](), ""
     try:
@@ -185,7 +188,7 @@ def record(
     except RuntimeError as error:
         problem = f"a tensor has elements in the same place: {error}"
     refuse(agreed(problem))
-    recorder, before = Recorder(others, state.tensors, weights), _Before(state, others)
+    recorder, before = Recorder(others, state.tensors, weights, fuses), _Before(state, others)
     gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor | None]()
     with unchanged(state.fixed.values()):
         torch.manual_seed(_SEED)
@@ -223,7 +226,13 @@ def record(
                 derivatives = attempt.gradients(able, ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
-    program = Program(recorder, length, outputs, gradients, found, nbytes)
+    parts = recorder, length, outputs, gradients, found, nbytes
+    try:
+        program = Program(*parts, Regions(recorder) if fuses else None)
+    except CompilerError as error:
+        problem = str(error)
+    if fuses and (problem := agreed(problem)):
+        raise CompilerError(problem)
     attempt.forget()
     laid = [None if x is None else x.stride() for x in ones]
     return Captured(program, attempt, laid)

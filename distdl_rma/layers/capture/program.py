@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.layers.capture.recording import CONSTANT, INPUT, STATE, Recorder, Slot, Step
+from distdl_rma.layers.capture.recording import CONSTANT, INPUT, STATE, Recorder, Slot, Step, slots_in
+from distdl_rma.layers.capture.regions import Regions
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.ops.core.tensors import no_autocast
 
@@ -59,7 +60,7 @@ class Program:
 
     ``length`` is the number of steps of the forward. ``outputs``, ``gradients`` (of the outputs, arguments of
     the backward) and ``found`` (gradients of inputs and parameters) are slots, None for no gradient. A piece
-    of the backward ends when it has ``nbytes`` of these.
+    of the backward ends when it has ``nbytes`` of these. ``regions`` compiles what it can.
     """
 
     def __init__(
@@ -70,15 +71,20 @@ class Program:
         gradients: Sequence[Slot] = (),
         found: Sequence[Slot | None] = (),
         nbytes: int = 0,
+        regions: Regions | None = None,
     ) -> None:
         back = _needed(recorder.steps[length:], found)
-        made = {slot.number for step in back for slot in _slots(step.results)}
-        behind = {slot.number for slot in _slots([*found, *[(step.args, step.kwargs) for step in back]])}
+        if regions is not None:
+            back = regions.of(back, {slot.number for slot in slots_in([*found])})
+        made = {slot.number for step in back for slot in slots_in(step.results)}
+        behind = {slot.number for slot in slots_in([*found, *[(step.args, step.kwargs) for step in back]])}
         behind -= made | {slot.number for slot in gradients}
         # In the order of slots, which is the same in each process.
         saved = [f"v{n}" for n in sorted(behind) if recorder.kinds[n] != CONSTANT]
         contexts = [f"c{n}" for n in sorted({step.context for step in back if step.context is not None})]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
+        if regions is not None:
+            forth = regions.of(forth, behind | {slot.number for slot in outputs})
         # Global names of the functions: tensors that are in no call's arguments, and what has no text.
         self._names: dict[str, Any] = {
             f"v{n}": recorder.bound.get(n, recorder.tensors[n])
@@ -133,7 +139,7 @@ class Program:
         # ``ends`` are lines before the step with that number. The names in them stay until then.
         lines = [f"def function({', '.join(arguments)}):"]
         stay = {*_NAMES.findall(" ".join(ends.values()))}
-        made = {f"v{slot.number}" for step in steps for slot in _slots(step.results)} | {*arguments}
+        made = {f"v{slot.number}" for step in steps for slot in slots_in(step.results)} | {*arguments}
         last = {f"v{n}": at for n, at in _last_uses(steps).items()}
         for at, step in enumerate(steps):
             lines += [f" {ends[at]}"] if at in ends else []
@@ -146,7 +152,7 @@ class Program:
             )
             # What it has saved is freed, as torch would.
             lines += [f" c{step.context}.saved_tensors = ()"] if step.backward else []
-            own = {f"v{n}" for n in _used([step])} | {f"v{slot.number}" for slot in _slots(step.results)}
+            own = {f"v{n}" for n in _used([step])} | {f"v{slot.number}" for slot in slots_in(step.results)}
             over = [name for name in own & made - stay if last.get(name, at) <= at]
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
@@ -172,23 +178,13 @@ class Program:
 _NAMES = re.compile(r"[cv]\d+")
 
 
-def _slots(given: Any) -> Iterator[Slot]:
-    if isinstance(given, Slot):
-        yield given
-    elif isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _slots(each)
-    elif isinstance(given, dict):
-        yield from _slots([*given.values()])
-
-
 def _used(steps: Iterable[Step]) -> set[int]:
-    return {slot.number for step in steps for slot in _slots((step.args, step.kwargs))}
+    return {slot.number for step in steps for slot in slots_in((step.args, step.kwargs))}
 
 
 def _last_uses(steps: Iterable[Step]) -> dict[int, int]:
     # Of each slot, the last step that is given it, or makes it.
-    return {slot.number: at for at, step in enumerate(steps) for slot in _slots(step[1:4])}
+    return {slot.number: at for at, step in enumerate(steps) for slot in slots_in(step[1:4])}
 
 
 def _target(results: Any) -> str:
@@ -200,9 +196,9 @@ def _target(results: Any) -> str:
 
 def _needed(steps: Sequence[Step], results: Iterable[Any]) -> list[Step]:
     # Without steps whose results nobody uses, such as the views that torch makes for saved tensors.
-    needed, kept = {slot.number for slot in _slots([*results])}, list[Step]()
+    needed, kept = {slot.number for slot in slots_in([*results])}, list[Step]()
     for step in reversed(steps):
-        if not step.pure or any(slot.number in needed for slot in _slots(step.results)):
+        if not step.pure or any(slot.number in needed for slot in slots_in(step.results)):
             kept.append(step)
             needed |= _used([step])
     return kept[::-1]

@@ -112,6 +112,27 @@ class Context:
     mark_non_differentiable = set_materialize_grads = mark_dirty
 
 
+def slots_in(given: Any) -> Iterator[Slot]:
+    """All slots in arguments, or in results."""
+    if isinstance(given, Slot):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from slots_in(each)
+    elif isinstance(given, dict):
+        yield from slots_in([*given.values()])
+
+
+def written(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of the arguments of a kernel that it changes in place."""
+    places = [
+        (at, each.name)
+        for at, each in enumerate(kernel._schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+
+
 def alias(x: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tensor:
     """A view of the memory of ``x``, which begins so many elements behind it."""
     return x.as_strided(shape, strides, x.storage_offset() + offset)
@@ -120,6 +141,7 @@ def alias(x: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tenso
 class Recorder:
     """The steps of one call, as they run; a context in which calls of this thread are noted.
 
+    With ``fuses``, norms are recorded as kernels around their exchanges, for a compiler.
     ``problem`` says why the steps cannot be replayed, empty if they can: the first reason that was met. The
     call goes on in any case, with the right results.
     """
@@ -129,7 +151,9 @@ class Recorder:
         inputs: Iterable[torch.Tensor],
         state: Sequence[torch.Tensor],
         others: Mapping[int, torch.Tensor],
+        fuses: bool = False,
     ) -> None:
+        self.fuses = fuses
         self.steps: list[Step] = []
         self.tensors: list[torch.Tensor] = []
         self.kinds: list[str] = []
@@ -295,14 +319,11 @@ class Recorder:
             self.refuse(f"{name} gives a tensor other memory")
         if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
             self.refuse("numbers are drawn from a generator of its own, not from torch's default one")
-        for at, each in enumerate(func._schema.arguments):
-            written = each.alias_info is not None and each.alias_info.is_write
-            x = (args[at] if at < len(args) else kwargs.get(each.name)) if written else None
-            for one in tensors_in(x):
-                base = self._around(one)
-                kind = COMPUTED if base is None else self.kinds[base]
-                if kind in {INPUT, CONSTANT} or (kind == STATE and self.tensors[base or 0].requires_grad):
-                    self.refuse(f"{name} changes {kind} in place, which is no buffer")
+        for one in tensors_in(written(func, args, kwargs)):
+            base = self._around(one)
+            kind = COMPUTED if base is None else self.kinds[base]
+            if kind in {INPUT, CONSTANT} or (kind == STATE and self.tensors[base or 0].requires_grad):
+                self.refuse(f"{name} changes {kind} in place, which is no buffer")
 
     def _check_graph(self) -> None:
         if _hooks_of_saved(False) is not None:

@@ -42,6 +42,7 @@ from distdl_rma.layers.capture.kinds import (
     refuse,
 )
 from distdl_rma.layers.capture.program import Backward, Gradients, Kept
+from distdl_rma.layers.capture.regions import CompilerError
 from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
 from distdl_rma.layers.checks.user_frames import warn_user
@@ -57,6 +58,9 @@ from distdl_rma.segments.machine import Machine
 
 # Kinds, and recordings of one for gradients of other layouts.
 _MOST, _TIMES = 8, 3
+# Of a compiled kernel, times the root of the type's resolution: 1e-3 in float32.
+_ROUNDING = 3.0
+BACKENDS = ("inductor", "replay")
 _has_any_global_hook: Any = torch_module._has_any_global_hook
 _hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
@@ -104,10 +108,12 @@ class Compiled:
         handle: Any,
         model: nn.Module,
         fallback: bool,
+        backend: str,
         step: Callable[..., Any] | None = None,
     ) -> None:
         # The ``Distributed`` of the model, whose file imports this one.
         self._handle, self._model, self._fallback, self._step = handle, model, fallback, step
+        self.fuses = backend == "inductor"
         self.machine: Machine = handle.machine
         self._function: Callable[..., Any] = step or model._call_impl
         self.kinds: list[_Kind] = []
@@ -219,9 +225,7 @@ class Compiled:
         try:
             refuse(self.agreed(problem))
             if found is not None:
-                captured = record(
-                    self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
-                )
+                captured = self._captured(found, state, strides)
         except OtherNumbersError as error:
             cause, raised = error.__cause__ or error, str(error)
             calls.failed(cause, trace)
@@ -237,6 +241,18 @@ class Compiled:
         kind.state, kind.captured, kind.again, kind.raised = state, captured, False, raised
         kind.seconds += time.perf_counter() - began
         return kind
+
+    def _captured(self, found: Given, state: State, strides: Sequence[tuple[int, ...] | None]) -> Captured:
+        given = self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
+        try:
+            return record(*given, self.fuses)
+        except CompilerError as error:
+            self.fuses = False
+            warn_user(
+                f"{self._handle.name}: compile: Inductor compiles nothing here, so calls are replayed by torch's"
+                f" kernels, as by compile(backend='replay'): {error}"
+            )
+            return record(*given, False)
 
     def _refuse(self, why: str) -> None:
         text = f"{self._handle.name}: compile: a call cannot be replayed: {why}"
@@ -266,7 +282,8 @@ class Compiled:
         captured = replay.captured
         results = [attempt.results[n].detach() for n in captured.chosen]
         names = [*map("result {}".format, captured.chosen), *state.fixed]
-        different = _first_different(names, [*outputs, *buffers], [*results, *state.fixed.values()])
+        both = [*outputs, *buffers], [*results, *state.fixed.values()]
+        different = _first_different(names, *both, self.fuses)
         if not alike(tuple(attempt.plain), tuple(captured.attempt.plain)):
             different = different or f"a plain result, {captured.attempt.plain} in place of {attempt.plain},"
         if not torch.equal(drawn, torch.get_rng_state()):
@@ -366,25 +383,38 @@ class _Comparison:
         if compares and not again:
             places = [*chain.from_iterable(captured.program.pieces)]
             found = [found[places.index(n)] for n in range(len(places))]
-            kind.known = not owner.is_different(kind, _first_different(names, found, true))
+            different = _first_different(names, found, true, owner.fuses and _largest(true))
+            kind.known = not owner.is_different(kind, different)
         some += true
         yield
 
 
-def _first_different(names: Iterable[str], found: Iterable[Any], true: Iterable[Any]) -> str:
+def _first_different(
+    names: Iterable[str], found: Iterable[Any], true: Iterable[Any], largest: float | bool = False
+) -> str:
+    # Bit by bit; compiled kernels to rounding, relative to ``largest``, or if it is True, to the tensor's.
     for name, one, other in zip(names, found, true, strict=False):
         if (one is None) != (other is None):
             return name
-        if one is not None and not _equal(one, other):
+        if one is not None and not _equal(one, other, _largest([other]) if largest is True else largest):
             return name
     return ""
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
+    # Of all finite elements.
+    some = [x.detach().abs() for x in tensors if x is not None and x.numel()]
+    return max((float(x.where(x.isfinite(), 0).max()) for x in some), default=0.0)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor, largest: float) -> bool:
     # NaN is NaN.
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    same = (one == other) | (one.isnan() & other.isnan())
+    if largest and one.dtype.is_floating_point:
+        same |= (one - other).abs() <= _ROUNDING * torch.finfo(one.dtype).eps ** 0.5 * largest
+    return bool(same.all())
 
 
 def _usual() -> bool:
@@ -405,8 +435,17 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), autocast, torch.get_default_dtype()
 
 
-def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
-    """Replay calls of a function that calls a distributed model, as ``model.compile()`` does of a model.
+def check_options(name: str, backend: object, fallback: object) -> None:
+    """Raise ``ConfigurationError`` if the options of a compiled call are wrong."""
+    if backend not in BACKENDS or not isinstance(fallback, bool):
+        raise ConfigurationError(
+            f"{name}: the backend is 'inductor' or 'replay', and fallback True or False, got {backend!r} and"
+            f" {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"
+        )
+
+
+def capture(step: Callable[..., Any], *, backend: str = "inductor", fallback: bool = False) -> Compiled:
+    """Compile calls of a function that calls a distributed model, as ``model.compile()`` does of a model.
 
     With a loss in the function, its rule and its sum over the ranks are replayed, too. The function may read
     other variables: of its closure, globals that it names, attributes of its object; if one of them is
@@ -419,6 +458,8 @@ def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
     step
         A function or a method that names one distributed model. Whole tensors among its arguments may not
         require gradients.
+    backend
+        ``"inductor"`` or ``"replay"``, as of ``model.compile``.
     fallback
         What happens to calls that cannot be replayed: ``UnsupportedError`` on all ranks, or, if true, a
         warning, and the function is called as it is.
@@ -430,11 +471,11 @@ def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
     >>> for _ in range(3):  # the last one is a replay
     ...     step(torch.rand(1, 1, 8, 8), torch.zeros(1, 1, 8, 8)).backward()
     """
-    if not hasattr(getattr(step, "__func__", step), "__code__") or not isinstance(fallback, bool):
+    if not hasattr(getattr(step, "__func__", step), "__code__"):
         raise ConfigurationError(
-            f"capture: takes a function or a method, and fallback True or False, got {step!r} and"
-            f" {fallback!r}; a model has compile()"
+            f"capture: takes a function or a method, got {step!r}; a model has compile()"
         )
+    check_options("capture", backend, fallback)
     name = getattr(step, "__qualname__", "the step")
     try:
         modules = State(nn.Module(), step).modules
@@ -447,4 +488,4 @@ def capture(step: Callable[..., Any], *, fallback: bool = False) -> Compiled:
             " Let its closure, a global or an attribute of its object be distribute(model). A model alone"
             " has compile()"
         )
-    return Compiled(vars(found[0])["distributed"], found[0], fallback, step)
+    return Compiled(vars(found[0])["distributed"], found[0], fallback, backend, step)

@@ -51,7 +51,7 @@ from distdl_rma.layers.checks.generators import random_draw
 from distdl_rma.layers.checks.gradient_origin import GradientCheck
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.layers.dtypes import DTYPES, is_readable
-from distdl_rma.layers.model.compiled import Compiled
+from distdl_rma.layers.model.compiled import Compiled, check_options
 from distdl_rma.layers.model.entering import ModuleHook
 from distdl_rma.layers.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
 from distdl_rma.layers.model.replica_check import ReplicaSampler
@@ -248,18 +248,21 @@ class Distributed:
         finally:
             self.checks = before
 
-    def compile(self, backend: str = "replay", *, fallback: bool = False) -> None:
+    def compile(self, backend: str = "inductor", *, fallback: bool = False) -> None:
         """Replay calls of the model that are of a known kind, without the rules of its functions; local.
 
-        It is ``model.compile``, in place of torch's. The first call of a kind records it, and compares a
-        replay with the split model, bit by bit, the gradients in its backward; later ones replay. Results,
-        gradients and random numbers are those of the split model. ``docs/compile.md`` says what a kind is,
-        and what is refused. A call of another kind records again; at most 8 kinds are recorded.
+        It is ``model.compile``, in place of torch's. The first call of a kind records it, compiles what lies
+        between two exchanges, and compares a replay with the split model, the gradients in its backward;
+        later ones replay. ``docs/compile.md`` says what a kind is, and what is refused. A call of another
+        kind records again; at most 8 kinds are recorded.
 
         Parameters
         ----------
         backend
-            ``"replay"``, the only one: torch's kernels and the operations of this library, in their order.
+            ``"inductor"``: torch's compiler fuses the kernels between exchanges, so that results are those of
+            the split model to rounding. It needs a C++ compiler; without one, a warning says so, and the
+            backend is the other. ``"replay"``: torch's kernels and the operations of this library, in their
+            order; results, gradients and random numbers are those of the split model, bit by bit.
         fallback
             What happens to calls that cannot be replayed: ``UnsupportedError`` on all ranks, or, if true, a
             warning, and the split model runs them.
@@ -271,13 +274,9 @@ class Distributed:
         >>> for _ in range(3):  # the last one is a replay
         ...     model(torch.rand(1, 1, 8, 8)).mean().backward()
         """
-        if backend != "replay" or not isinstance(fallback, bool):
-            raise ConfigurationError(
-                f"{self.name}: compile: the backend is 'replay', and fallback True or False, got {backend!r}"
-                f" and {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"
-            )
+        check_options(f"{self.name}: compile", backend, fallback)
         if (model := self._model()) is not None:
-            model._compiled_call_impl = self.captured = Compiled(self, model, fallback)
+            model._compiled_call_impl = self.captured = Compiled(self, model, fallback, backend)
 
     def close(self) -> None:
         """Turn the model back into one for plain tensors; local, idempotent.

@@ -40,6 +40,7 @@ from distdl_rma.layers.ops.core.autograd import (
     OperatorFunction,
     anchor,
     first_derivative,
+    fuses,
     idle,
 )
 from distdl_rma.layers.ops.core.movement import CallSite
@@ -47,6 +48,7 @@ from distdl_rma.layers.ops.core.operation import Operation
 from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES, result, result_like
 from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
+from distdl_rma.layers.ops.norm.fusible import FusibleNorm, Rows
 from distdl_rma.layers.ops.norm.statistic_groups import PAIR, Array, NormAxes, StatisticGroups
 from distdl_rma.layers.ops.norm.statistics import (
     FLOATS,
@@ -84,6 +86,7 @@ class NormPlan:
         self.extents = tuple(local[d] for d in axes.weighted)
         self.instances = tuple(d for d in axes.instances(len(local)) if local[d] != 1)
         self.instances_of_sums, self.pair = tuple(d + 1 for d in self.instances), (PAIR, *self.extents)
+        self.rows: Rows | None = None
         self._pooled = prod(local) * self.wide.itemsize >= SMALLEST_NBYTES
         # Shape (samples, rows, elements) in which torch scales 16-bit floats in one pass; empty if it cannot.
         self.by_rows: tuple[int, ...] = ()
@@ -607,6 +610,7 @@ class Normalisation(Operation):
             self.kept = KeptValues(site, source, axes.weighted, store)
             fill = fill if self.kept.as_kept else None
             self._plan = NormPlan(self.statistics, axes, self.eps, fill, dtype)
+            self._plan.rows = Rows.of(self.statistics, axes, source)
         self.running: RunningStatistics | None = None
         if options.tracks:
             self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)
@@ -671,8 +675,9 @@ class Normalisation(Operation):
             return y.squeeze(0) if alone else y
         update = None if running is None else partial(running.update, others, others["momentum"])
         root = None if x.requires_grad else anchor(needs.any)
-        # Autocast has no effect on the functions that LocalNorm calls.
-        result: Tensor = LocalNorm.apply(x, weight, bias, root, self._plan, needs.input, update)
+        # Autocast has no effect on the functions that these call.
+        local: Any = LocalNorm if self._plan.rows is None or not fuses() else FusibleNorm
+        result: Tensor = local.apply(x, weight, bias, root, self._plan, needs.input, update)
         return result
 
 

@@ -1,0 +1,209 @@
+"""Regions of a program: kernels between two exchanges, which Inductor, torch's compiler, makes one of.
+
+A program is a list of steps. Between two operations of this library they are mostly elementwise, or sums::
+
+    halo and convolution | sum, multiply | exchange | subtract, multiply, add, relu | halo and convolution
+    a step                 a region        a step     a region                        a step
+
+A region becomes one step, a call of code that Inductor writes and a C++ compiler translates. Operations stay
+what they are, in their order: messages are the same with and without a compiler.
+
+A region has no effect but its results. A step that changes memory of before the region is in none. Memory of
+the region itself may be changed in it, as by ``relu_`` behind a sum: all tensors that show it then have its
+last values, as in the recording. Views that are used behind a region are made behind it, of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from distdl_rma.layers.capture.recording import Recorder, Slot, Step, alias, slots_in, written
+from distdl_rma.layers.ops.core.tensors import no_autocast
+
+_aten: Any = torch.ops.aten
+# What Inductor fuses, beside views and the kernels that torch calls pointwise.
+_FUSED = frozenset(
+    {
+        _aten._to_copy.default,
+        _aten.sum.default,
+        _aten.sum.dim_IntList,
+        _aten.mean.default,
+        _aten.mean.dim,
+        _aten.mse_loss.default,
+        _aten.mse_loss_backward.default,
+        _aten.leaky_relu_backward.default,
+        _aten.elu_backward.default,
+        _aten.hardtanh_backward.default,
+    }
+)
+# Views of memory that begins elsewhere than the tensor.
+_PLACED = frozenset({alias, _aten.as_strided.default})
+# Views that torch does not call so.
+_VIEWS = frozenset({alias, _aten._unsafe_view.default, _aten._reshape_alias.default})
+# Fewer kernels are left to torch.
+_FEWEST = 2
+
+
+class CompilerError(Exception):
+    """What Inductor, or the C++ compiler, said."""
+
+
+class Regions:
+    """Puts one step in the place of each region of a recording; ``number`` counts them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self.number = recorder, 0
+
+    def of(self, steps: Sequence[Step], kept: Iterable[int]) -> list[Step]:
+        """The steps with their regions compiled; ``kept`` are slots that are used behind them.
+
+        ``CompilerError`` if a region cannot be compiled.
+        """
+        found, behind = list[Step](), {*kept}
+        for run in reversed(self._runs(steps)):
+            found[:0] = self._region(run, behind) if len(run) > 1 else run
+            behind |= _used(run)
+        return found
+
+    def _runs(self, steps: Sequence[Step]) -> list[list[Step]]:
+        # Steps that can be fused together; all others are alone.
+        found, run, own = list[list[Step]](), list[Step](), set[int]()
+        for step in steps:
+            if self._is_fused(step, own):
+                run.append(step)
+                own |= {self._recorder.memory(n) for n in _made([step])} if not _is_view(step) else set()
+            else:
+                found += [run, [step]]
+                run, own = [], set()
+        return [each for each in [*found, run] if each]
+
+    def _is_fused(self, step: Step, own: set[int]) -> bool:
+        function, memory = _kernel(step), self._recorder.memory
+        if function in _PLACED:
+            return memory(step.args[0].number) in own
+        if (
+            not isinstance(function, torch._ops.OpOverload)
+            or torch.Tag.nondeterministic_seeded in function.tags
+        ):
+            return False
+        if not (torch.Tag.pointwise in function.tags or _is_view(step) or function in _FUSED):
+            return False
+        changed = {memory(slot.number) for slot in slots_in(written(function, step.args, step.kwargs))}
+        tensors = [self._recorder.tensors[n] for n in _used([step]) | {*_made([step])}]
+        return changed <= own and all(map(_is_simple, tensors))
+
+    def _region(self, run: Sequence[Step], behind: set[int]) -> list[Step]:
+        # The step of a region, and the views behind it.
+        made, memory = {*_made(run)}, self._recorder.memory
+        kernels = [step for step in run if not _is_view(step)]
+        if len(kernels) < _FEWEST:
+            return [*run]
+        # Of each memory, the tensor that was the first to show it: a result of the region, if it is needed.
+        first = {memory(n): n for n in reversed(_made(kernels))}
+        wanted, after = made & behind, list[Step]()
+        for step in reversed(run):
+            others = {n for n in _made([step]) if n in wanted and first.get(memory(n)) != n}
+            if others and _is_view(step):
+                after.append(step)
+                wanted |= _used([step]) & made
+            elif others:
+                # Memory that was changed in place.
+                base = Slot(first[memory(step.results.number)])
+                after.append(Step(_same, (base,), {}, step.results, True))
+                wanted.add(base.number)
+        outputs = [n for n in sorted(wanted) if first.get(memory(n)) == n]
+        inputs = sorted(_used(run) - made)
+        function = self._compiled(run, inputs, outputs)
+        if function is None:
+            return [*run]
+        self.number += 1
+        results = tuple(map(Slot, outputs))
+        return [Step(function, tuple(map(Slot, inputs)), {}, results, True), *after[::-1]]
+
+    def _compiled(
+        self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
+    ) -> Callable[..., Any] | None:
+        # None if the results would have another layout in memory than the recorded ones.
+        def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = dict(zip(inputs, given, strict=True))
+            for step in run:
+                args, kwargs = _filled(step.args, values), _filled(step.kwargs, values)
+                _assign(step.results, _kernel(step)(*args, **kwargs), values)
+            return tuple(values[n] for n in outputs)
+
+        tensors = self._recorder.tensors
+        examples = [tensors[n].detach() for n in inputs]
+        try:
+            with torch.no_grad(), no_autocast():
+                code = _translated(function, examples)
+                results = code(*examples)
+        except Exception as error:
+            raise CompilerError(
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            ) from error
+        same = all(x.stride() == tensors[n].stride() for x, n in zip(results, outputs, strict=True))
+        return code if same else None
+
+
+def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    # Imported here: the compiler takes as long to import as torch.
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = select_decomp_table()
+    graph = make_fx(torch.func.functionalize(function), table, tracing_mode="fake")(*examples)
+    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    # A process of MPI must not fork.
+    with config.patch(compile_threads=1, layout_optimization=False):
+        code: Any = compile_fx_inner(graph, fakes)
+    return lambda *given: code([*given])
+
+
+def _kernel(step: Step) -> Any:
+    # Without what switches autocast off: compiled code knows none.
+    function = step.function
+    return function.args[0] if isinstance(function, partial) and function.args else function
+
+
+def _is_view(step: Step) -> bool:
+    function = _kernel(step)
+    return function in _VIEWS or bool(getattr(function, "is_view", False))
+
+
+def _is_simple(x: torch.Tensor) -> bool:
+    return x.is_cpu and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
+
+
+def _made(steps: Sequence[Step]) -> list[int]:
+    return [slot.number for step in steps for slot in slots_in(step.results)]
+
+
+def _used(steps: Sequence[Step]) -> set[int]:
+    return {slot.number for step in steps for slot in slots_in((step.args, step.kwargs))}
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _filled(given: Any, values: dict[int, torch.Tensor]) -> Any:
+    # Arguments of a step with tensors in the place of slots.
+    if isinstance(given, Slot):
+        return values[given.number]
+    if isinstance(given, dict):
+        return {key: _filled(each, values) for key, each in given.items()}
+    return type(given)(_filled(each, values) for each in given) if type(given) in (list, tuple) else given
+
+
+def _assign(results: Any, found: Any, values: dict[int, torch.Tensor]) -> None:
+    if isinstance(results, Slot):
+        values[results.number] = found
+    elif isinstance(results, tuple):
+        for each, one in zip(results, found, strict=True):
+            _assign(each, one, values)
