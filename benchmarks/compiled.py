@@ -1,8 +1,8 @@
-"""Steps that are replayed, and the same steps of split tensors, against the bare half of the work.
+"""Steps that are compiled, and the same steps of split tensors, against the bare half of the work.
 
-A step is forward, loss and backward with the sums of gradients. ``replay`` is ``model.compile()``, ``step``
-is ``capture`` with the loss in it. The bare half is the model alone on its half of the image, on both ranks
-at once. All of a case are measured in turn.
+A step is forward, loss and backward with the sums of gradients. ``compiled`` is ``model.compile()``, ``with
+its loss`` is ``capture`` with the loss in it, and ``replay`` is that without a compiler. The bare half is the
+model alone on its half of the image, on both ranks at once. All of a case are measured in turn.
 """
 
 from __future__ import annotations
@@ -77,30 +77,32 @@ def rows(machine: Machine) -> Iterator[Row]:
 
 
 def rows_of(what: str, case: Case, machine: Machine) -> Iterator[Row]:
-    """A step of split tensors, a replayed model and a replayed step, against the bare half."""
+    """A step of split tensors, a compiled model and compiled steps, against the bare half."""
     torch.manual_seed(1)
     alone = case.model()
     wholes = [torch.rand(1, channels, *case.extents) for channels in case.channels]
     half = [x.chunk(machine.size, 2)[machine.rank].contiguous() for x in wholes]
     models: list[Any] = [
-        distribute(copy.deepcopy(alone), f"{machine.size}" + "x1" * (len(case.extents) - 1)) for _ in range(3)
+        distribute(copy.deepcopy(alone), f"{machine.size}" + "x1" * (len(case.extents) - 1)) for _ in range(4)
     ]
     parts: list[torch.Tensor] = [shard(models[0].distributed.partition(x.dim()), x) for x in wholes]
-    split, compiled, of_step = models
+    split, compiled, of_replay, of_step = models
     compiled.compile()
-    replayed = capture(lambda x, target: F.mse_loss(of_step(x), target))
+    replay = capture(lambda x, target: F.mse_loss(of_replay(x), target), backend="replay")
+    step = capture(lambda x, target: F.mse_loss(of_step(x), target))
     samples = in_turn(
         {
             "bare": step_of(alone, lambda x, target: F.mse_loss(alone(x), target), half),
             "split tensors": step_of(split, lambda x, target: F.mse_loss(split(x), target), parts),
-            "replay": step_of(compiled, lambda x, target: F.mse_loss(compiled(x), target), parts),
-            "replay with its loss": step_of(of_step, replayed, parts),
+            "replay with its loss": step_of(of_replay, replay, parts),
+            "compiled": step_of(compiled, lambda x, target: F.mse_loss(compiled(x), target), parts),
+            "compiled with its loss": step_of(of_step, step, parts),
         },
         case.repetitions,
     )
     found = {name: summary([1e6 * seconds for seconds in taken]) for name, taken in samples.items()}
     for name in list(found)[1:]:
-        target = case.target if name == "replay with its loss" else None
+        target = case.target if name == "compiled with its loss" else None
         yield Row(f"{what}: step, {name}", "bare half", *found[name], *found["bare"], target)
     for model in models:
         model.distributed.close()

@@ -48,6 +48,10 @@ _VIEWS = frozenset({alias, _aten._unsafe_view.default, _aten._reshape_alias.defa
 _FEWEST = 2
 
 
+# Translated regions of this process: blocks of a network are often alike.
+_TRANSLATED: dict[Any, Callable[..., Any]] = {}
+
+
 class CompilerError(Exception):
     """What Inductor, or the C++ compiler, said."""
 
@@ -102,20 +106,24 @@ class Regions:
         kernels = [step for step in run if not _is_view(step)]
         if len(kernels) < _FEWEST:
             return [*run]
-        # Of each memory, the tensor that was the first to show it: a result of the region, if it is needed.
+        # Of each memory, the tensor that stands for it behind the region: the only one that is needed there, or
+        # the first one that showed it.
         first = {memory(n): n for n in reversed(_made(kernels))}
+        needed = [n for n in sorted(made & behind) if memory(n) in first]
+        alone = {memory(n): n for n in needed if self._is_alone(n, needed)}
+        results_of = first | alone
         wanted, after = made & behind, list[Step]()
         for step in reversed(run):
-            others = {n for n in _made([step]) if n in wanted and first.get(memory(n)) != n}
+            others = {n for n in _made([step]) if n in wanted and results_of.get(memory(n)) != n}
             if others and _is_view(step):
                 after.append(step)
                 wanted |= _used([step]) & made
             elif others:
                 # Memory that was changed in place.
-                base = Slot(first[memory(step.results.number)])
+                base = Slot(results_of[memory(step.results.number)])
                 after.append(Step(_same, (base,), {}, step.results, True))
                 wanted.add(base.number)
-        outputs = [n for n in sorted(wanted) if first.get(memory(n)) == n]
+        outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
         inputs = sorted(_used(run) - made)
         function = self._compiled(run, inputs, outputs)
         if function is None:
@@ -123,6 +131,12 @@ class Regions:
         self.number += 1
         results = tuple(map(Slot, outputs))
         return [Step(function, tuple(map(Slot, inputs)), {}, results, True), *after[::-1]]
+
+    def _is_alone(self, number: int, needed: Sequence[int]) -> bool:
+        # Whether a tensor is all of its memory, and no other one that is needed shows it.
+        memory, x = self._recorder.memory, self._recorder.tensors[number]
+        whole = x.numel() * x.element_size() == x.untyped_storage().nbytes()
+        return whole and [memory(n) for n in needed].count(memory(number)) == 1
 
     def _compiled(
         self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
@@ -137,9 +151,11 @@ class Regions:
 
         tensors = self._recorder.tensors
         examples = [tensors[n].detach() for n in inputs]
+        key = _text(run, inputs, outputs, examples)
         try:
             with torch.no_grad(), no_autocast():
-                code = _translated(function, examples)
+                if (code := _TRANSLATED.get(key)) is None:
+                    code = _TRANSLATED[key] = _translated(function, examples)
                 results = code(*examples)
         except Exception as error:
             raise CompilerError(
@@ -163,6 +179,19 @@ def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) 
     with config.patch(compile_threads=1, layout_optimization=False):
         code: Any = compile_fx_inner(graph, fakes)
     return lambda *given: code([*given])
+
+
+def _text(run: Sequence[Step], inputs: Any, outputs: Any, examples: Sequence[torch.Tensor]) -> Any:
+    # What a region does, with slots numbered anew.
+    numbers: dict[int, Any] = {}
+    for n in [*inputs, *_made(run)]:
+        numbers[n] = Slot(len(numbers))
+    steps = [
+        (str(_kernel(step)), _filled(step.args, numbers), _filled(step.kwargs, numbers), len(_made([step])))
+        for step in run
+    ]
+    forms = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in examples]
+    return repr([steps, [numbers[n] for n in outputs], forms])
 
 
 def _kernel(step: Step) -> Any:
@@ -192,7 +221,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _filled(given: Any, values: dict[int, torch.Tensor]) -> Any:
+def _filled(given: Any, values: dict[int, Any]) -> Any:
     # Arguments of a step with tensors in the place of slots.
     if isinstance(given, Slot):
         return values[given.number]

@@ -30,13 +30,15 @@ from distdl_rma.layers.ops.norm.statistics import Statistics, without_fp_errors
 class Rows(NamedTuple):
     """How the elements of a block (samples, channels, ...) form groups.
 
-    Values of a group have the shape ``groups``; values per row are (samples, ``number`` of groups, channels
-    in each). ``together`` says whether the samples share a mean.
+    Values of a group have the shape ``groups``, with ``number`` groups of channels. Values per row, which is a
+    channel of a sample, have the shape of the block with extents 1 along ``spatial`` dimensions. ``together``
+    says whether the samples share a mean.
     """
 
     groups: tuple[int, ...]
     number: int
     together: bool
+    spatial: tuple[int, ...]
 
     @staticmethod
     def of(statistics: Statistics, axes: NormAxes, source: Decomposition) -> Rows | None:
@@ -47,17 +49,18 @@ class Rows(NamedTuple):
             return None
         if axes.groups and source.splits[1].parts > 1:
             return None
-        return Rows(groups.shape, groups.shape[1], 0 in axes.reduced)
+        return Rows(groups.shape, groups.shape[1], 0 in axes.reduced, spatial)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums over the rows of each group, in the shape of groups, of values (samples, channels)."""
+        """Sums over the rows of each group."""
         dims = [0, 2] if self.together else [2]
         return values.view(len(values), self.number, -1).sum(dims).view(self.groups)
 
-    def spread(self, values: Tensor, samples: int, channels: int) -> Tensor:
-        """Values per row, (samples, channels, 1), of values per group."""
+    def spread(self, values: Tensor, like: Tensor) -> Tensor:
+        """Values per row of a block, of values per group."""
+        samples, channels = like.shape[:2]
         wide = values.view(-1, self.number, 1).expand(samples, self.number, channels // self.number)
-        return wide.reshape(samples, channels, 1)
+        return wide.reshape(samples, channels, *(1,) * len(self.spatial))
 
 
 class FusibleNorm(OperatorFunction):
@@ -78,15 +81,18 @@ class FusibleNorm(OperatorFunction):
     ) -> Tensor:
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
-        wide = x.reshape(*x.shape[:2], -1).to(torch.float64)
-        total, squares = (rows.sums(each.sum(-1)) for each in (wide, wide * wide))
-        moments = _merged(total, squares, statistics, update)
+        double = x.to(torch.float64)
+        sums = [rows.sums(each.sum(rows.spatial, True)) for each in (double, double * double)]
+        moments = _merged(*sums, statistics, update)
         part = _Part(plan, x, weight, moments)
-        y = (part.shifted(x) * part.factor.to(plan.wide)) + part.added(bias).to(plan.wide)
+        added = -part.rest * part.factor
+        if bias is not None:
+            added = added + _column(bias, x)
+        y = part.shifted * part.factor.to(plan.wide) + added.to(plan.wide)
         ctx.save_for_backward(x, weight, moments)
         ctx.plan, ctx.machine, ctx.depends = plan, statistics.machine, needs_x
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        return y.to(x.dtype).view(x.shape)
+        return y.to(x.dtype)
 
     @staticmethod
     @first_derivative
@@ -94,55 +100,40 @@ class FusibleNorm(OperatorFunction):
         """Gradients; blocking if any rank needs the gradient of the input."""
         x, weight, moments = ctx.saved_tensors
         plan, rows, (needs_x, *needed) = ctx.plan, ctx.plan.rows, ctx.needs_input_grad[:3]
-        part, d_x = _Part(plan, x, weight, moments), None
-        shifted, g = part.shifted(x), part.rows_of(d_y)
+        part, g, d_x = _Part(plan, x, weight, moments), d_y.to(plan.wide), None
         # Per row the sums of d_y and of d_y * xhat.
-        total = g.sum(-1, True, dtype=torch.float64)
-        product = (g.to(torch.float64) * shifted).sum(-1, True)
+        total = g.sum(rows.spatial, True, dtype=torch.float64)
+        product = (g.to(torch.float64) * part.shifted).sum(rows.spatial, True)
         product = (product - part.rest * total) * part.inverse
         if ctx.depends:
-            sums = [rows.sums(part.weighted(each)[..., 0]) for each in (total, product)]
-            means = _summed(*sums, plan.statistics)
+            means = _summed(*[rows.sums(part.weighted(each)) for each in (total, product)], plan.statistics)
             if needs_x:
-                slope = -part.of_rows(means[1]) * part.inverse * part.inverse
-                added = -part.of_rows(means[0]) * part.inverse - slope * part.rest
-                factors = [each.to(plan.wide) for each in (part.factor, slope, added)]
-                d_x = g * factors[0] + shifted * factors[1] + factors[2]
-                d_x = d_x.to(x.dtype).view(x.shape)
+                slope = -rows.spread(means[1], x) * part.inverse * part.inverse
+                added = -rows.spread(means[0], x) * part.inverse - slope * part.rest
+                factor, slope, added = (each.to(plan.wide) for each in (part.factor, slope, added))
+                d_x = (g * factor + part.shifted * slope + added).to(x.dtype)
         both = zip((product, total), needed, ctx.dtypes, strict=True)
         found = [each.sum(0).to(dtype).view(-1) if wanted else None for each, wanted, dtype in both]
         return d_x, *found, *(None,) * 4
 
 
 class _Part:
-    """Values per row, of one direction; ``shifted`` elements are small against the deviation."""
+    """Elements and values per row, of one direction; ``shifted`` ones are small against the deviation."""
 
     def __init__(self, plan: Any, x: Tensor, weight: Tensor | None, moments: Tensor) -> None:
-        self._rows, self._wide, (self._samples, self._channels) = plan.rows, plan.wide, x.shape[:2]
-        mean, variance = moments.unbind()
-        self._shift = self.of_rows(mean).to(plan.wide)
-        self.rest = self.of_rows(mean) - self._shift
-        self.inverse = self.of_rows((variance + plan.eps).rsqrt())
-        self._weight = None if weight is None else weight.to(torch.float64).view(-1, 1)
+        mean, variance = (plan.rows.spread(each, x) for each in moments.unbind())
+        shift = mean.to(plan.wide)
+        self.shifted, self.rest = x.to(plan.wide) - shift, mean - shift
+        self.inverse = (variance + plan.eps).rsqrt()
+        self._weight = None if weight is None else _column(weight, x)
         self.factor = self.weighted(self.inverse)
 
     def weighted(self, values: Tensor) -> Tensor:
         return values if self._weight is None else values * self._weight
 
-    def of_rows(self, values: Tensor) -> Tensor:
-        """Values of groups, of each row."""
-        return self._rows.spread(values, self._samples, self._channels)
 
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Elements as (samples, channels, all others), in the type of the computation."""
-        return x.reshape(self._samples, self._channels, -1).to(self._wide)
-
-    def shifted(self, x: Tensor) -> Tensor:
-        return self.rows_of(x) - self._shift
-
-    def added(self, bias: Tensor | None) -> Tensor:
-        offset = -self.rest * self.factor
-        return offset if bias is None else offset + bias.to(torch.float64).view(-1, 1)
+def _column(parameter: Tensor, x: Tensor) -> Tensor:
+    return parameter.to(torch.float64).view(-1, *(1,) * (x.dim() - 2))
 
 
 @as_step
