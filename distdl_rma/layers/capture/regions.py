@@ -21,25 +21,36 @@ from typing import Any
 
 import torch
 
-from distdl_rma.layers.capture.recording import Recorder, Slot, Step, alias, slots_in, written
+from distdl_rma.layers.capture.recording import (
+    COMPUTED,
+    STATE,
+    Recorder,
+    Slot,
+    Step,
+    alias,
+    slots_in,
+    written,
+)
 from distdl_rma.layers.ops.core.tensors import no_autocast
 
 _aten: Any = torch.ops.aten
 # What Inductor fuses, beside views and the kernels that torch calls pointwise.
-_FUSED = frozenset(
+_SUMS = frozenset(
     {
-        _aten._to_copy.default,
         _aten.sum.default,
         _aten.sum.dim_IntList,
         _aten.mean.default,
         _aten.mean.dim,
         _aten.mse_loss.default,
-        _aten.mse_loss_backward.default,
-        _aten.leaky_relu_backward.default,
-        _aten.elu_backward.default,
-        _aten.hardtanh_backward.default,
     }
 )
+_FUSED = _SUMS | {
+    _aten._to_copy.default,
+    _aten.mse_loss_backward.default,
+    _aten.leaky_relu_backward.default,
+    _aten.elu_backward.default,
+    _aten.hardtanh_backward.default,
+}
 # Views of memory that begins elsewhere than the tensor.
 _PLACED = frozenset({alias, _aten.as_strided.default})
 # Views that torch does not call so.
@@ -68,16 +79,25 @@ class Regions:
         ``CompilerError`` if a region cannot be compiled.
         """
         found, behind = list[Step](), {*kept}
-        for run in reversed(self._runs(steps)):
-            found[:0] = self._region(run, behind) if len(run) > 1 else run
+        runs = self._runs(steps, behind)
+        again = self._repeatable(runs, behind)
+        for run in reversed(runs):
+            if _kernels(run):
+                run = _extended(run, again)
+                found[:0] = self._region(run, behind)
+            else:
+                found[:0] = run
             behind |= _used(run)
         return found
 
-    def _runs(self, steps: Sequence[Step]) -> list[list[Step]]:
+    def _runs(self, steps: Sequence[Step], kept: set[int]) -> list[list[Step]]:
         # Steps that can be fused together; all others are alone.
         found, run, own = list[list[Step]](), list[Step](), set[int]()
-        for step in steps:
-            if self._is_fused(step, own):
+        last = {n: at for at, step in enumerate(steps) for n in _used([step])} | dict.fromkeys(
+            kept, len(steps)
+        )
+        for at, step in enumerate(steps):
+            if self._is_fused(step, own) and self._is_over(step, own, {n for n in last if last[n] > at}):
                 run.append(step)
                 own |= {self._recorder.memory(n) for n in _made([step])} if not _is_view(step) else set()
             else:
@@ -86,26 +106,55 @@ class Regions:
         return [each for each in [*found, run] if each]
 
     def _is_fused(self, step: Step, own: set[int]) -> bool:
-        function, memory = _kernel(step), self._recorder.memory
+        function = _kernel(step)
         if function in _PLACED:
-            return memory(step.args[0].number) in own
-        if (
-            not isinstance(function, torch._ops.OpOverload)
-            or torch.Tag.nondeterministic_seeded in function.tags
-        ):
+            return self._recorder.memory(step.args[0].number) in own
+        if not isinstance(function, torch._ops.OpOverload):
             return False
         if not (torch.Tag.pointwise in function.tags or _is_view(step) or function in _FUSED):
             return False
-        changed = {memory(slot.number) for slot in slots_in(written(function, step.args, step.kwargs))}
         tensors = [self._recorder.tensors[n] for n in _used([step]) | {*_made([step])}]
-        return changed <= own and all(map(_is_simple, tensors))
+        return torch.Tag.nondeterministic_seeded not in function.tags and all(map(_is_simple, tensors))
+
+    def _is_over(self, step: Step, own: set[int], later: set[int]) -> bool:
+        # Whether a step changes no memory, but such of the region itself, or of which nobody else uses what was
+        # there: the region then has its own copy.
+        recorder = self._recorder
+        for n in self._changed(step):
+            memory = recorder.memory(n)
+            others = {each for each in later if recorder.memory(each) == memory and each < _made([step])[0]}
+            if memory not in own and (others or recorder.kinds[n] != COMPUTED):
+                return False
+        return True
+
+    def _changed(self, step: Step) -> list[int]:
+        function = _kernel(step)
+        if not isinstance(function, torch._ops.OpOverload):
+            return []
+        return [slot.number for slot in slots_in(written(function, step.args, step.kwargs))]
+
+    def _repeatable(self, runs: Sequence[Sequence[Step]], kept: set[int]) -> dict[int, Step]:
+        # By slot, elementwise steps of a region whose results only regions use. Each of these computes it again:
+        # that takes less time than to write it to memory, and to read it.
+        memory = self._recorder.memory
+        fused = [step for run in runs if _kernels(run) for step in run]
+        others = {id(step) for step in fused}
+        steps = [step for run in runs for step in run]
+        seen = kept.union(*(_used([step]) for step in steps if id(step) not in others))
+        memories = {memory(n) for n in seen} | {memory(n) for step in steps for n in self._changed(step)}
+        found = dict[int, Step]()
+        for step in fused:
+            elementwise = _is_view(step) or _kernel(step) not in _SUMS
+            operands = [n for n in _used([step]) if self._recorder.kinds[n] == STATE]
+            learnt = all(self._recorder.tensors[n].requires_grad for n in operands)
+            if elementwise and learnt and memories.isdisjoint(map(memory, _made([step]))):
+                found |= dict.fromkeys(_made([step]), step)
+        return found
 
     def _region(self, run: Sequence[Step], behind: set[int]) -> list[Step]:
         # The step of a region, and the views behind it.
         made, memory = {*_made(run)}, self._recorder.memory
-        kernels = [step for step in run if not _is_view(step)]
-        if len(kernels) < _FEWEST:
-            return [*run]
+        kernels = _kernels(run)
         # Of each memory, the tensor that stands for it behind the region: the only one that is needed there, or
         # the first one that showed it.
         first = {memory(n): n for n in reversed(_made(kernels))}
@@ -125,9 +174,9 @@ class Regions:
                 wanted.add(base.number)
         outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
         inputs = sorted(_used(run) - made)
-        function = self._compiled(run, inputs, outputs)
+        function = self._compiled(run, inputs, outputs) if outputs else None
         if function is None:
-            return [*run]
+            return [*run] if outputs else after[::-1]
         self.number += 1
         results = tuple(map(Slot, outputs))
         return [Step(function, tuple(map(Slot, inputs)), {}, results, True), *after[::-1]]
@@ -142,8 +191,11 @@ class Regions:
         self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
     ) -> Callable[..., Any] | None:
         # None if the results would have another layout in memory than the recorded ones.
+        changed = {n for step in run for n in self._changed(step)}.intersection(inputs)
+
         def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            values = dict(zip(inputs, given, strict=True))
+            both = zip(inputs, given, strict=True)
+            values = {n: x.clone() if n in changed else x for n, x in both}
             for step in run:
                 args, kwargs = _filled(step.args, values), _filled(step.kwargs, values)
                 _assign(step.results, _kernel(step)(*args, **kwargs), values)
@@ -203,6 +255,21 @@ def _kernel(step: Step) -> Any:
 def _is_view(step: Step) -> bool:
     function = _kernel(step)
     return function in _VIEWS or bool(getattr(function, "is_view", False))
+
+
+def _kernels(run: Sequence[Step]) -> list[Step]:
+    # Those of a region; of few, torch's.
+    found = [step for step in run if not _is_view(step)]
+    return found if len(found) >= _FEWEST else []
+
+
+def _extended(run: Sequence[Step], again: dict[int, Step]) -> list[Step]:
+    # With the steps that compute anew what other regions would have to hand over.
+    found, made = [*run], {*_made(run)}
+    while new := {id(again[n]): again[n] for n in _used(found) - made if n in again}:
+        found += new.values()
+        made |= {*_made([*new.values()])}
+    return sorted(found, key=lambda step: min(_made([step])))
 
 
 def _is_simple(x: torch.Tensor) -> bool:
