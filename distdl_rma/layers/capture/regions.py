@@ -87,7 +87,7 @@ class Regions:
                 found[:0] = self._region(run, behind)
             else:
                 found[:0] = run
-            behind |= _used(run)
+            behind |= _used(run) - {*_made(run)}
         return found
 
     def _runs(self, steps: Sequence[Step], kept: set[int]) -> list[list[Step]]:
