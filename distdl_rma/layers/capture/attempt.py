@@ -168,14 +168,14 @@ def record(
     strides: Sequence[tuple[int, ...] | None],
     agreed: Callable[[str], str],
     nbytes: int,
-    fuses: bool,
+    told: Callable[[int], object] | None = None,
 ) -> Captured:
     """Record a call on other numbers, forward and backward; blocking, collective.
 
     Buffers and random numbers are as before afterwards. ``agreed`` returns the first rank's problem to all of
     them, and ``NotCapturedError`` says it. ``strides`` are those of gradients, if they are known. A piece of
-    the backward ends when it has ``nbytes`` of gradients. With ``fuses`` it is compiled; ``CompilerError`` on
-    all ranks if one of them cannot.
+    the backward ends when it has ``nbytes`` of gradients. With ``told`` the steps are compiled, and it is
+    called with the number of regions that are; ``CompilerError`` on all ranks if one of them cannot.
     """
     others, weights, problem = list[torch.Tensor](), dict[int, torch.Tensor](), ""
     try:
@@ -188,7 +188,7 @@ def record(
     except RuntimeError as error:
         problem = f"a tensor has elements in the same place: {error}"
     refuse(agreed(problem))
-    recorder, before = Recorder(others, state.tensors, weights, fuses), _Before(state, others)
+    recorder, before = Recorder(others, state.tensors, weights, told is not None), _Before(state, others)
     gradients, found, ones = list[Any](), list[Any](), list[torch.Tensor | None]()
     with unchanged(state.fixed.values()):
         torch.manual_seed(_SEED)
@@ -226,16 +226,25 @@ def record(
                 derivatives = attempt.gradients(able, ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
-    parts = recorder, length, outputs, gradients, found, nbytes
-    try:
-        program = Program(*parts, Regions(recorder) if fuses else None)
-    except CompilerError as error:
-        problem = str(error)
-    if fuses and (problem := agreed(problem)):
-        raise CompilerError(problem)
+    program = _program(told, agreed, recorder, length, outputs, gradients, found, nbytes)
     attempt.forget()
     laid = [None if x is None else x.stride() for x in ones]
     return Captured(program, attempt, laid)
+
+
+def _program(
+    told: Callable[[int], object] | None, agreed: Callable[[str], str], recorder: Recorder, *parts: Any
+) -> Program:
+    if told is None:
+        return Program(recorder, *parts)
+    found, problem = list[Program](), ""
+    try:
+        found.append(Program(recorder, *parts, Regions(recorder, told)))
+    except CompilerError as error:
+        problem = str(error)
+    if problem := agreed(problem):
+        raise CompilerError(problem)
+    return found[0]
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ last values, as in the recording. Views that are used behind a region are made b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -68,10 +69,18 @@ class CompilerError(Exception):
 
 
 class Regions:
-    """Puts one step in the place of each region of a recording; ``number`` counts them."""
+    """Puts one step in the place of each region of a recording.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self.number = recorder, 0
+    ``number`` counts them, and ``told`` is called with it.
+    """
+
+    def __init__(self, recorder: Recorder, told: Callable[[int], object]) -> None:
+        self._recorder, self._told, self.number = recorder, told, 0
+        # Memory that was there before the call; of it, that of buffers may change.
+        kinds = [*enumerate(recorder.kinds)]
+        self._given = {recorder.memory(n) for n, kind in kinds if kind != COMPUTED}
+        fixed = [n for n, kind in kinds if kind == STATE and not recorder.tensors[n].requires_grad]
+        self._buffers = {*map(recorder.memory, fixed)}
 
     def of(self, steps: Sequence[Step], kept: Iterable[int]) -> list[Step]:
         """The steps with their regions compiled; ``kept`` are slots that are used behind them.
@@ -117,13 +126,14 @@ class Regions:
         return torch.Tag.nondeterministic_seeded not in function.tags and all(map(_is_simple, tensors))
 
     def _is_over(self, step: Step, own: set[int], later: set[int]) -> bool:
-        # Whether a step changes no memory, but such of the region itself, or of which nobody else uses what was
-        # there: the region then has its own copy.
+        # Whether a step changes no memory, but such of the region itself, or such that nobody else needs as
+        # it was: the region then has a copy of its own.
         recorder = self._recorder
         for n in self._changed(step):
             memory = recorder.memory(n)
             others = {each for each in later if recorder.memory(each) == memory and each < _made([step])[0]}
-            if memory not in own and (others or recorder.kinds[n] != COMPUTED):
+            copied = memory not in self._given and self._is_whole(n) and not others
+            if not (memory in own or copied):
                 return False
         return True
 
@@ -134,8 +144,8 @@ class Regions:
         return [slot.number for slot in slots_in(written(function, step.args, step.kwargs))]
 
     def _repeatable(self, runs: Sequence[Sequence[Step]], kept: set[int]) -> dict[int, Step]:
-        # By slot, elementwise steps of a region whose results only regions use. Each of these computes it again:
-        # that takes less time than to write it to memory, and to read it.
+        # By slot, elementwise steps of a region whose results only regions use. Each region computes them
+        # again: that takes less time than to write them to memory, and to read them.
         memory = self._recorder.memory
         fused = [step for run in runs if _kernels(run) for step in run]
         others = {id(step) for step in fused}
@@ -145,9 +155,8 @@ class Regions:
         found = dict[int, Step]()
         for step in fused:
             elementwise = _is_view(step) or _kernel(step) not in _SUMS
-            operands = [n for n in _used([step]) if self._recorder.kinds[n] == STATE]
-            learnt = all(self._recorder.tensors[n].requires_grad for n in operands)
-            if elementwise and learnt and memories.isdisjoint(map(memory, _made([step]))):
+            fixed = self._buffers.isdisjoint(map(memory, _used([step])))
+            if elementwise and fixed and memories.isdisjoint(map(memory, _made([step]))):
                 found |= dict.fromkeys(_made([step]), step)
         return found
 
@@ -155,8 +164,8 @@ class Regions:
         # The step of a region, and the views behind it.
         made, memory = {*_made(run)}, self._recorder.memory
         kernels = _kernels(run)
-        # Of each memory, the tensor that stands for it behind the region: the only one that is needed there, or
-        # the first one that showed it.
+        # Of each memory, the tensor that stands for it behind the region: the only one that is needed there,
+        # or the first one that showed it.
         first = {memory(n): n for n in reversed(_made(kernels))}
         needed = [n for n in sorted(made & behind) if memory(n) in first]
         alone = {memory(n): n for n in needed if self._is_alone(n, needed)}
@@ -168,24 +177,28 @@ class Regions:
                 after.append(step)
                 wanted |= _used([step]) & made
             elif others:
-                # Memory that was changed in place.
-                base = Slot(results_of[memory(step.results.number)])
-                after.append(Step(_same, (base,), {}, step.results, True))
-                wanted.add(base.number)
+                # What was changed in place: the operand itself.
+                (operand,) = self._changed(step)
+                after.append(Step(_same, (Slot(operand),), {}, step.results, True))
+                wanted.add(operand)
         outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
         inputs = sorted(_used(run) - made)
         function = self._compiled(run, inputs, outputs) if outputs else None
         if function is None:
             return [*run] if outputs else after[::-1]
         self.number += 1
+        self._told(self.number)
         results = tuple(map(Slot, outputs))
         return [Step(function, tuple(map(Slot, inputs)), {}, results, True), *after[::-1]]
 
     def _is_alone(self, number: int, needed: Sequence[int]) -> bool:
         # Whether a tensor is all of its memory, and no other one that is needed shows it.
-        memory, x = self._recorder.memory, self._recorder.tensors[number]
-        whole = x.numel() * x.element_size() == x.untyped_storage().nbytes()
-        return whole and [memory(n) for n in needed].count(memory(number)) == 1
+        memory = self._recorder.memory
+        return self._is_whole(number) and [memory(n) for n in needed].count(memory(number)) == 1
+
+    def _is_whole(self, number: int) -> bool:
+        x = self._recorder.tensors[number]
+        return x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
     def _compiled(
         self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
@@ -205,7 +218,9 @@ class Regions:
         examples = [tensors[n].detach() for n in inputs]
         key = _text(run, inputs, outputs, examples)
         try:
-            with torch.no_grad(), no_autocast():
+            with torch.no_grad(), no_autocast(), warnings.catch_warnings():
+                # Those of the compiler's own code.
+                warnings.simplefilter("ignore")
                 if (code := _TRANSLATED.get(key)) is None:
                     code = _TRANSLATED[key] = _translated(function, examples)
                 results = code(*examples)

@@ -18,6 +18,7 @@ What follows in a call of a new kind is rare: words, exchanged before each step 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ from distdl_rma.segments.machine import Machine
 
 # Kinds, and recordings of one for gradients of other layouts.
 _MOST, _TIMES = 8, 3
-# Of a compiled kernel, times the root of the type's resolution: 1e-3 in float32.
+# Of compiled kernels, times the root of the resolution: 1e-3 in float32.
 _ROUNDING = 3.0
 BACKENDS = ("inductor", "replay")
 _has_any_global_hook: Any = torch_module._has_any_global_hook
@@ -90,8 +91,8 @@ class _Kind:
             return f"{self.number}: runs by the split model"
         program, state = self.captured.program, "is replayed" if self.known else "is not compared yet"
         return (
-            f"{self.number}: {program.steps} steps, {program.operations} of them exchange data; recorded in"
-            f" {self.seconds:.2f} s, {state}"
+            f"{self.number}: {program.steps} steps, {program.operations} of them exchange data and"
+            f" {program.regions} are compiled regions; recorded in {self.seconds:.2f} s, {state}"
         )
 
 
@@ -244,15 +245,18 @@ class Compiled:
 
     def _captured(self, found: Given, state: State, strides: Sequence[tuple[int, ...] | None]) -> Captured:
         given = self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
+        if not self.fuses:
+            return record(*given)
         try:
-            return record(*given, self.fuses)
+            with _progress(self._handle.name, self.machine.rank) as told:
+                return record(*given, told)
         except CompilerError as error:
             self.fuses = False
             warn_user(
-                f"{self._handle.name}: compile: Inductor compiles nothing here, so calls are replayed by torch's"
-                f" kernels, as by compile(backend='replay'): {error}"
+                f"{self._handle.name}: compile: Inductor compiles nothing here, so calls are replayed by"
+                f" torch's kernels, as by compile(backend='replay'): {error}"
             )
-            return record(*given, False)
+            return record(*given)
 
     def _refuse(self, why: str) -> None:
         text = f"{self._handle.name}: compile: a call cannot be replayed: {why}"
@@ -283,7 +287,8 @@ class Compiled:
         results = [attempt.results[n].detach() for n in captured.chosen]
         names = [*map("result {}".format, captured.chosen), *state.fixed]
         both = [*outputs, *buffers], [*results, *state.fixed.values()]
-        different = _first_different(names, *both, self.fuses)
+        allowed = replay.rounding
+        different = _first_different(names, *both, lambda true: allowed and allowed * _largest([true]))
         if not alike(tuple(attempt.plain), tuple(captured.attempt.plain)):
             different = different or f"a plain result, {captured.attempt.plain} in place of {attempt.plain},"
         if not torch.equal(drawn, torch.get_rng_state()):
@@ -307,6 +312,24 @@ class Compiled:
         return bool(found)
 
 
+@contextmanager
+def _progress(name: str, rank: int) -> Iterator[Callable[[int], None]]:
+    # A line for the user, on the first rank, that says how many regions of a call Inductor has compiled.
+    began, shows = time.perf_counter(), rank == 0 and sys.stderr.isatty()
+
+    def told(regions: int) -> None:
+        if shows:
+            seconds = time.perf_counter() - began
+            sys.stderr.write(f"\r{name}: Inductor has compiled {regions} regions, {seconds:.0f} s")
+            sys.stderr.flush()
+
+    try:
+        yield told
+    finally:
+        if shows:
+            sys.stderr.write("\n")
+
+
 class _Replay:
     """One call of a known kind."""
 
@@ -314,6 +337,8 @@ class _Replay:
         if captured is None:
             raise UnsupportedError("a call that cannot be replayed is replayed")
         self.machine, self.program, self.captured = machine, captured.program, captured
+        # Relative; of a program without a compiler none.
+        self.rounding = _ROUNDING * self.program.resolution**0.5 if self.program.regions else 0.0
 
     def run(self, learnt: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns; blocking, collective."""
@@ -383,20 +408,22 @@ class _Comparison:
         if compares and not again:
             places = [*chain.from_iterable(captured.program.pieces)]
             found = [found[places.index(n)] for n in range(len(places))]
-            different = _first_different(names, found, true, owner.fuses and _largest(true))
+            # A small gradient is rounded as the large ones are of which it is a sum.
+            allowed = replay.rounding and replay.rounding * _largest(true)
+            different = _first_different(names, found, true, lambda _: allowed)
             kind.known = not owner.is_different(kind, different)
         some += true
         yield
 
 
 def _first_different(
-    names: Iterable[str], found: Iterable[Any], true: Iterable[Any], largest: float | bool = False
+    names: Iterable[str], found: Iterable[Any], true: Iterable[Any], allowed: Callable[[Any], float]
 ) -> str:
-    # Bit by bit; compiled kernels to rounding, relative to ``largest``, or if it is True, to the tensor's.
+    # Bit by bit if no difference is allowed.
     for name, one, other in zip(names, found, true, strict=False):
         if (one is None) != (other is None):
             return name
-        if one is not None and not _equal(one, other, _largest([other]) if largest is True else largest):
+        if one is not None and not _equal(one, other, allowed(other)):
             return name
     return ""
 
@@ -407,13 +434,13 @@ def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
     return max((float(x.where(x.isfinite(), 0).max()) for x in some), default=0.0)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor, largest: float) -> bool:
+def _equal(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
     # NaN is NaN.
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     same = (one == other) | (one.isnan() & other.isnan())
-    if largest and one.dtype.is_floating_point:
-        same |= (one - other).abs() <= _ROUNDING * torch.finfo(one.dtype).eps ** 0.5 * largest
+    if allowed and one.dtype.is_floating_point:
+        same |= (one - other).abs() <= allowed
     return bool(same.all())
 
 

@@ -6,6 +6,7 @@ import copy
 import random
 import time
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +28,10 @@ from tests.layers.model.test_nets import MODELS as MODELS_OF_ALL
 from tests.layers.model.test_nets import made, zoo
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
+
+
+# The compiler has tests of its own, in test_compile_regions.py.
+replayed = partial(capture, backend="replay")
 
 
 def square(y):
@@ -54,7 +59,7 @@ class Pair:
         # Few bytes in a bucket: a backward of many pieces, which sums are between.
         given = grid or {"H": -1}
         self.models = [distribute(copy.deepcopy(model), given, bucket_nbytes=64) for _ in range(2)]
-        self.models[1].compile(**options)
+        self.models[1].compile("replay", **options)
         self.optimizers = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in self.models]
 
     def both(self, step):
@@ -226,7 +231,7 @@ def test_kinds(P_world):
 
     model = distribute(Scaled(), {"H": -1})
     alone = copy.deepcopy(model)
-    model.compile()
+    model.compile("replay")
     x = torch.rand(1, 1, 8, 6)
 
     def check(x, *rest):
@@ -317,13 +322,13 @@ def test_what_a_replay_would_get_wrong_is_refused(P_world, name):
     random.seed(3)
     model = distribute(Of(function), {"H": -1})
     x = torch.rand(1, 1, 8, 6)
-    model.compile()
+    model.compile("replay")
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=words) as caught:
             model(x)
         assert "fallback=True" in str(caught.value)
         assert model.count == 0
-    model.compile(fallback=True)
+    model.compile("replay", fallback=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for at in range(3):
@@ -348,8 +353,8 @@ def test_hooks_modes_and_options(P_world, comm):
     model = distribute(convs(2, nn.GroupNorm(1, 4)), {"H": -1})
     x = torch.rand(1, 1, 8, 6)
     with pytest.raises(ConfigurationError, match="'replay'"):
-        model.compile(backend="inductor")
-    model.compile()
+        model.compile(backend="eager")
+    model.compile("replay")
     seen = []
     handle = model[2].register_forward_hook(lambda module, args, y: seen.append(y))
     with pytest.raises(UnsupportedError, match="changes 'seen'"):
@@ -380,7 +385,7 @@ def test_hooks_modes_and_options(P_world, comm):
     twin = copy.deepcopy(model)
     assert kinds(model) == [True]
     assert twin._compiled_call_impl is None
-    twin.compile()
+    twin.compile("replay")
     square(twin(x)).backward()
     assert kinds(twin) == [True]
     for each in (model, twin):
@@ -425,7 +430,7 @@ def test_a_step_with_its_loss(P_world):
     with Pair(convs(2, nn.BatchNorm2d(4))) as pair:
         pair.models[1]._compiled_call_impl = None
         trainers = [Trainer(model) for model in pair.models]
-        captured = capture(trainers[1].step)
+        captured = replayed(trainers[1].step)
         for at in range(6):
             for trainer in trainers:
                 trainer.weight = 1.0 if at < 4 else 0.5
@@ -445,7 +450,7 @@ def test_a_step_with_its_loss(P_world):
         assert "2 kinds of calls of Sequential" in str(captured)
         assert "steps" in str(captured)
         with pytest.raises(UnsupportedError, match="changes 'steps'"):
-            capture(trainers[1].counts)(x)
+            replayed(trainers[1].counts)(x)
         assert trainers[1].steps == 0
 
 
@@ -454,7 +459,7 @@ def test_what_is_no_step(P_world):
     one, other = (distribute(nn.Conv2d(1, 1, 1), {"H": -1}) for _ in range(2))
     for step in (one, lambda x: x, lambda x: one(x) + other(x), None):
         with pytest.raises(ConfigurationError, match="capture: "):
-            capture(step)
+            replayed(step)
     for model in (one, other):
         model.distributed.close()
 
@@ -463,7 +468,7 @@ def test_what_is_no_step(P_world):
 def test_ranks_that_call_other_kinds(P_world, comm):
     torch.manual_seed(3)
     model = distribute(convs(2, nn.GroupNorm(1, 4)), {"H": -1})
-    model.compile()
+    model.compile("replay")
     x = torch.rand(1, 1, 8, 6)
     for _ in range(2):
         square(model(x)).backward()
@@ -557,7 +562,7 @@ def test_what_a_step_names_may_change(P_world, name):
         pair.models[1]._compiled_call_impl = None
         crit, tensors = Crit(), (torch.ones(()),)
         steps = [make(model, crit, tensors) for model in pair.models]
-        steps[1] = capture(steps[1])
+        steps[1] = replayed(steps[1])
         for at in range(6):
             x, found = torch.rand(1, 1, 8, 6, generator=torch.Generator().manual_seed(at)), []
             for model, step in zip(pair.models, steps, strict=True):
@@ -611,7 +616,7 @@ def test_what_is_no_part_of_a_step(P_world, name):
     x = torch.rand(1, 1, 8, 6)
     model(x).mean().backward()
     with pytest.raises(UnsupportedError, match=words):
-        capture(lambda x: function(model, x))(x)
+        replayed(lambda x: function(model, x))(x)
     model.distributed.close()
 
 
@@ -627,7 +632,7 @@ def test_parameters_that_no_module_shows(P_world):
         (lambda x: model(x).mean() * held[1].random(), "random numbers of Python"),
     ):
         with pytest.raises(UnsupportedError, match=words):
-            capture(step)(x)
+            replayed(step)(x)
     assert held[0].random() == random.Random(1).random()
     model.distributed.close()
 

@@ -68,7 +68,7 @@ def outcome(model, call, x, rest, seed):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_samples(P_world, part):
     model = distribute(Function(), {"H": -1})
-    model.compile()
+    model.compile("replay")
     compiled, equal, refused = model._compiled_call_impl, 0, 0
     for which, op in enumerate([op for op in operations() if op.name not in EXCLUDED][part::PARTS]):
         some = MPI.COMM_WORLD.bcast([*_samples(op)] if MPI.COMM_WORLD.rank == 0 else None)

@@ -30,9 +30,9 @@ from distdl_rma.layers.ops.norm.statistics import Statistics, without_fp_errors
 class Rows(NamedTuple):
     """How the elements of a block (samples, channels, ...) form groups.
 
-    Values of a group have the shape ``groups``, with ``number`` groups of channels. Values per row, which is a
-    channel of a sample, have the shape of the block with extents 1 along ``spatial`` dimensions. ``together``
-    says whether the samples share a mean.
+    Values of a group have the shape ``groups``, with ``number`` groups of channels. A row is a channel of a
+    sample: values per row have the shape of the block with extents 1 along ``spatial`` dimensions.
+    ``together`` says whether the samples share a mean.
     """
 
     groups: tuple[int, ...]
@@ -82,13 +82,13 @@ class FusibleNorm(OperatorFunction):
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
         double = x.to(torch.float64)
-        sums = [rows.sums(each.sum(rows.spatial, True)) for each in (double, double * double)]
-        moments = _merged(*sums, statistics, update)
+        total, squares = (rows.sums(each.sum(rows.spatial, True)) for each in (double, double * double))
+        moments = _merged(total, squares, statistics, update)
         part = _Part(plan, x, weight, moments)
         added = -part.rest * part.factor
         if bias is not None:
             added = added + _column(bias, x)
-        y = part.shifted * part.factor.to(plan.wide) + added.to(plan.wide)
+        y: Tensor = part.shifted * part.factor.to(plan.wide) + added.to(plan.wide)
         ctx.save_for_backward(x, weight, moments)
         ctx.plan, ctx.machine, ctx.depends = plan, statistics.machine, needs_x
         ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
@@ -106,7 +106,8 @@ class FusibleNorm(OperatorFunction):
         product = (g.to(torch.float64) * part.shifted).sum(rows.spatial, True)
         product = (product - part.rest * total) * part.inverse
         if ctx.depends:
-            means = _summed(*[rows.sums(part.weighted(each)) for each in (total, product)], plan.statistics)
+            first, second = (rows.sums(part.weighted(each)) for each in (total, product))
+            means = _summed(first, second, plan.statistics)
             if needs_x:
                 slope = -rows.spread(means[1], x) * part.inverse * part.inverse
                 added = -rows.spread(means[0], x) * part.inverse - slope * part.rest

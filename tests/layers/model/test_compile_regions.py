@@ -1,0 +1,212 @@
+"""Models compiled by Inductor against the same split models: equal to rounding, or replayed."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from distdl_rma import UnsupportedError, capture, distribute, shard
+from distdl_rma.layers.capture import regions
+from tests.layers.model.test_compile import convs, square
+
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.in_turn(2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def no_translations(monkeypatch):
+    # Virtual ranks, and other tests of this process, have compiled the same regions.
+    monkeypatch.setattr(regions, "_TRANSLATED", {})
+
+
+class Changing(nn.Module):
+    """Memory that is changed in place: of a region, of before it, and by a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.register_buffer("seen", torch.zeros(4, 1, 1))
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.second(x)
+        y += x * 2
+        y = y.relu_() * 2
+        part = y[:, 1:3]
+        part.mul_(0.5)
+        z = (y + 1).sigmoid() + x
+        rows = z.flatten(2)
+        rows.add_(rows.mean(2, keepdim=True)).mul_(1.5)
+        self.seen.mul_(0.5).add_(1)
+        z = self.norm(z * self.seen).add_(y)
+        return F.leaky_relu_(self.second(z) * z.tanh(), 0.2), rows, part
+
+
+class Grouped(nn.Module):
+    """Norms of many forms, without weights, of large means, and of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(
+            [
+                nn.GroupNorm(3, 6, affine=False),
+                nn.InstanceNorm2d(6, eps=1e-3),
+                nn.GroupNorm(6, 6),
+                nn.BatchNorm2d(6),
+            ]
+        )
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(x).tanh() * 1.25 + 1000
+        return x - 1000
+
+
+def norms(dims, norm):
+    """Two blocks, of which the first activation is in place."""
+    return nn.Sequential(convs(dims, norm), nn.BatchNorm2d(2) if dims == 2 else nn.Identity(), nn.SiLU())
+
+
+MODELS = {
+    "signal": (lambda: norms(1, nn.BatchNorm1d(4)), lambda: torch.rand(3, 1, 23), {"W": -1}),
+    "image": (lambda: norms(2, nn.GroupNorm(2, 4)), lambda: torch.rand(2, 1, 9, 10), {"H": -1}),
+    "more ranks than rows": (lambda: norms(2, nn.BatchNorm2d(4)), lambda: torch.rand(2, 1, 2, 10), {"H": -1}),
+    "samples": (lambda: norms(2, nn.BatchNorm2d(4)), lambda: torch.rand(4, 1, 5, 6), {"N": -1}),
+    "volume": (
+        lambda: norms(3, nn.InstanceNorm3d(4, affine=True, track_running_stats=True)),
+        lambda: torch.rand(1, 1, 7, 6, 5),
+        {"D": -1},
+    ),
+    "channels": (
+        lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.ReLU()),
+        lambda: torch.rand(2, 6, 4, 4),
+        {"C": -1},
+    ),
+    "norms": (Grouped, lambda: torch.rand(2, 6, 7, 5) + 50, {"H": -1}),
+    "in place": (Changing, lambda: torch.rand(2, 1, 9, 8), {"H": -1}),
+}
+
+
+def steps(model, function, make, dtype, number=3):
+    """Results, buffers and gradients of all steps of a training."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), 0.05)
+    for at in range(number):
+        torch.manual_seed(at)
+        optimizer.zero_grad()
+        y = function(make().to(dtype))
+        ys = y if isinstance(y, tuple) else (y,)
+        sum(map(square, ys)).backward()
+        found += [x.clone() for x in (*[y.to_local() for y in ys], *model.buffers())]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found
+
+
+def close(found, true, rtol, atol):
+    """Whether all tensors are equal to rounding."""
+    for one, other in zip(found, true, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float64) for name in MODELS), ("norms", torch.float32)]
+)
+def test_training_is_that_of_the_split_model(P_world, name, dtype):
+    made, make, grid = MODELS[name]
+    torch.manual_seed(5)
+    alone = made().to(dtype)
+    split, compiled = (distribute(copy.deepcopy(alone), grid) for _ in range(2))
+    compiled.compile()
+    true = steps(split, split, make, dtype)
+    found = steps(compiled, compiled, make, dtype)
+    close(found, true, *((1e-9, 1e-10) if dtype == torch.float64 else (2e-3, 2e-4)))
+    kinds = compiled._compiled_call_impl.kinds
+    assert [kind.known for kind in kinds] == [True]
+    # Two in the forward and two in the backward of a norm whose channels are whole.
+    assert (kinds[0].captured.program.regions >= 2) == (name != "channels")
+
+
+def pair(make):
+    """The same model twice, split."""
+    torch.manual_seed(5)
+    alone = make()
+    return [distribute(copy.deepcopy(alone), {"H": -1}) for _ in range(2)]
+
+
+def test_a_step_with_its_loss_under_autocast(P_world):
+    split, compiled = pair(lambda: nn.Sequential(norms(2, nn.GroupNorm(2, 4)), nn.Dropout(0.3)))
+
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.l1_loss(model(x), torch.cat([x, x * 0.5], 1))
+
+    step, make = capture(lambda x: loss(compiled, x)), lambda: torch.rand(2, 1, 8, 6)
+    one = steps(split, partial(loss, split), make, torch.float32)
+    close(steps(compiled, step, make, torch.float32), one, 0.05, 0.02)
+    assert step.kinds[0].known and step.kinds[0].captured.program.regions
+
+
+@pytest.mark.parametrize("ranks", [{0, 1, 2}, {1}])
+def test_without_a_compiler_calls_are_replayed(P_world, comm, monkeypatch, ranks):
+    split, compiled = pair(lambda: norms(2, nn.GroupNorm(2, 4)))
+    if comm.rank in ranks:
+
+        def missing(*_):
+            raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nand more")
+
+        monkeypatch.setattr(regions, "_translated", missing)
+    compiled.compile()
+    make = lambda: torch.rand(2, 1, 9, 6)  # noqa: E731
+    with pytest.warns(
+        UserWarning, match=r"rank \d: RuntimeError: InvalidCxxCompiler: No working C\+\+ compiler found"
+    ):
+        found = steps(compiled, compiled, make, torch.float32)
+    close(found, steps(split, split, make, torch.float32), 0, 0)
+    assert compiled._compiled_call_impl.kinds[0].known and not compiled._compiled_call_impl.fuses
+
+
+@pytest.mark.parametrize("which", ["result", "gradient"])
+def test_a_region_that_differs_is_found(P_world, comm, monkeypatch, which):
+    _, compiled = pair(lambda: convs(2, nn.GroupNorm(2, 4)))
+    true, number = regions._translated, [0]
+
+    def wrong(*given):
+        code, number[0] = true(*given), number[0] + 1
+        # The backward is compiled first: its last region, or the last one of the forward.
+        if comm.rank == 1 and number[0] == (1 if which == "gradient" else 3):
+            return lambda *some: [x * 1.01 for x in code(*some)]
+        return code
+
+    monkeypatch.setattr(regions, "_translated", wrong)
+    compiled.compile()
+    with pytest.raises(
+        UnsupportedError, match=f"rank 1: .*{which}.* of a replay differs from the split model's"
+    ):
+        square(compiled(torch.rand(1, 1, 8, 6))).backward()
+
+
+def test_a_region_is_what_its_steps_are(P_world):
+    """Memory of before a region keeps its values for those who need them."""
+
+    class Kept(nn.Module):
+        def forward(self, x):
+            y = x.flip(3)
+            z = y.sin() * 2
+            y.add_(z)
+            w = x.flip(2)
+            v = w.cos() + w
+            w.mul_(v).add_(1)
+            return y, z + 1, w.roll(1, 3), v.square() - v
+
+    model = distribute(Kept(), {"H": -1})
+    model.compile()
+    x = shard({"H": -1}, torch.rand(2, 2, 9, 4, dtype=torch.float64))
+    for _ in range(2):
+        with torch.no_grad():
+            close([y.to_local() for y in model(x)], [y.to_local() for y in model.forward(x)], 1e-12, 0)
+    assert model._compiled_call_impl.kinds[0].captured.program.regions
