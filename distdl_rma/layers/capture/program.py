@@ -121,8 +121,8 @@ class Program:
                 self.pieces.append(piece)
                 piece, size = [], 0
         self._backward = self._function(back, ["some", *contexts, *saved, *given], ends)
-        # Of the coarsest type: compiled kernels round otherwise than torch's.
-        types = {x.dtype for x in recorder.tensors if x.is_floating_point()}
+        # Of the coarsest type: compiled kernels round otherwise than torch's, which are equal.
+        types = {x.dtype for x in recorder.tensors if x.is_floating_point() and regions is not None}
         self.resolution = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
         self.regions = 0 if regions is None else regions.number
         self.steps, self.operations = len(forth) + len(back), sum(s.context is not None for s in forth + back)

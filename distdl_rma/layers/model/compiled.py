@@ -337,8 +337,7 @@ class _Replay:
         if captured is None:
             raise UnsupportedError("a call that cannot be replayed is replayed")
         self.machine, self.program, self.captured = machine, captured.program, captured
-        # Relative; of a program without a compiler none.
-        self.rounding = _ROUNDING * self.program.resolution**0.5 if self.program.regions else 0.0
+        self.rounding = _ROUNDING * self.program.resolution**0.5
 
     def run(self, learnt: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns; blocking, collective."""

@@ -53,13 +53,15 @@ class Rows(NamedTuple):
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the rows of each group."""
-        dims = [0, 2] if self.together else [2]
-        return values.view(len(values), self.number, -1).sum(dims).view(self.groups)
+        samples, channels = values.shape[:2]
+        parts = values.view(samples, self.number, channels // max(self.number, 1))
+        return parts.sum([0, 2] if self.together else [2]).view(self.groups)
 
     def spread(self, values: Tensor, like: Tensor) -> Tensor:
         """Values per row of a block, of values per group."""
         samples, channels = like.shape[:2]
-        wide = values.view(-1, self.number, 1).expand(samples, self.number, channels // self.number)
+        of_groups = values.view(self.groups[0], self.number, 1)
+        wide = of_groups.expand(samples, self.number, channels // max(self.number, 1))
         return wide.reshape(samples, channels, *(1,) * len(self.spatial))
 
 
@@ -114,7 +116,7 @@ class FusibleNorm(OperatorFunction):
                 factor, slope, added = (each.to(plan.wide) for each in (part.factor, slope, added))
                 d_x = (g * factor + part.shifted * slope + added).to(x.dtype)
         both = zip((product, total), needed, ctx.dtypes, strict=True)
-        found = [each.sum(0).to(dtype).view(-1) if wanted else None for each, wanted, dtype in both]
+        found = [each.sum(0).to(dtype).flatten() if wanted else None for each, wanted, dtype in both]
         return d_x, *found, *(None,) * 4
 
 
@@ -134,7 +136,7 @@ class _Part:
 
 
 def _column(parameter: Tensor, x: Tensor) -> Tensor:
-    return parameter.to(torch.float64).view(-1, *(1,) * (x.dim() - 2))
+    return parameter.to(torch.float64).view(len(parameter), *(1,) * (x.dim() - 2))
 
 
 @as_step
