@@ -348,6 +348,9 @@ class _Replay:
             behind = (*learnt, *[x for x in tensors if x.requires_grad])
             backward = Backward(self, self.program.pieces)
             outputs = backward.behind(outputs, kept, captured.differentiable, behind)
+        else:
+            # One of them may be an input.
+            outputs = tuple(y.detach() for y in outputs)
         return captured.attempt.returned(outputs)
 
     def backward(

@@ -659,6 +659,19 @@ def test_results_that_are_one_tensor_or_unused(P_world, results):
         assert kinds(pair.train(lambda: torch.rand(2, 1, 9, 8), loss, 5)) == [True]
 
 
+@pytest.mark.sizes(2)
+def test_a_detached_input_among_the_results(P_world):
+    class Detached(nn.Module):
+        def forward(self, x):
+            return x.detach(), x.detach().round()
+
+    model = distribute(Detached(), {"H": -1})
+    model.compile("replay")
+    x = shard({"H": -1}, torch.rand(1, 1, 8, 6)).requires_grad_()
+    for _ in range(3):
+        assert not any(y.requires_grad for y in model(x))
+
+
 def test_a_model_behind_a_compiled_one(P_world):
     """Gradients that arrive are views without the halo."""
     torch.manual_seed(3)
