@@ -1,1 +1,1 @@
-"""Capture of the operations behind a model's call, and their replay without the rules of functions."""
+"""Capture of the operations behind a model's call, and their compiled replay without the rules of functions."""

@@ -3,7 +3,7 @@
 ::
 
     recording     steps of the forward            steps of the backward
-                     |  without those whose results nobody needs
+                     |  without those whose results nobody needs, regions as one step (``regions.py``)
                      v                               v
     program       def forward(v3):                def backward(c7, v3, v12, g0):
                       c7, v9 = s0(v3, v1)             v20, v21 = s4(c7, g0)

@@ -2,10 +2,11 @@
 
 What happens to a call, by its kind (``capture/kinds.py``)::
 
-    new          recorded on other numbers, forward and backward; ranks agree that all can replay it
-      |          then, in the same call, and until a backward has been compared:
+    new          recorded on other numbers, forward and backward, and compiled by Inductor; ranks agree
+      |          that all can replay it. Then, in the same call, and until a backward has been compared:
     compared     replayed and run by the split model, on the user's numbers: results, buffers and
-      |          gradients must be equal, bit by bit. The user gets those of the split model
+      |          gradients must be equal, bit by bit, or to rounding if they are compiled. The user gets
+      |          those of the split model
     known        replayed
     refused      run by the split model (``fallback=True``), or an error on all ranks
 
