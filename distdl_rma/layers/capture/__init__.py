@@ -1,1 +1,1 @@
-"""Capture of the operations behind a model's call, and their compiled replay without the rules of functions."""
+"""Recording of the operations behind a call of a model, and their replay, compiled where it can be."""

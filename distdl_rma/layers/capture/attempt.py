@@ -239,7 +239,7 @@ def _program(
         return Program(recorder, *parts)
     found, problem = list[Program](), ""
     try:
-        found.append(Program(recorder, *parts, Regions(recorder, told)))
+        found.append(Program(recorder, *parts, regions=Regions(recorder, told)))
     except CompilerError as error:
         problem = str(error)
     if problem := agreed(problem):
