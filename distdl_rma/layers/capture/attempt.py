@@ -17,6 +17,7 @@ import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -226,20 +227,17 @@ def record(
                 derivatives = attempt.gradients(able, ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
-    program = _program(told, agreed, recorder, length, outputs, gradients, found, nbytes)
+    make = partial(Program, recorder, length, outputs, gradients, found, nbytes)
+    program = make() if told is None else _compiled(make, Regions(recorder, told), agreed)
     attempt.forget()
     laid = [None if x is None else x.stride() for x in ones]
     return Captured(program, attempt, laid)
 
 
-def _program(
-    told: Callable[[int], object] | None, agreed: Callable[[str], str], recorder: Recorder, *parts: Any
-) -> Program:
-    if told is None:
-        return Program(recorder, *parts)
+def _compiled(make: Callable[[Regions], Program], regions: Regions, agreed: Callable[[str], str]) -> Program:
     found, problem = list[Program](), ""
     try:
-        found.append(Program(recorder, *parts, regions=Regions(recorder, told)))
+        found.append(make(regions))
     except CompilerError as error:
         problem = str(error)
     if problem := agreed(problem):

@@ -411,8 +411,8 @@ class _Comparison:
         if compares and not again:
             places = [*chain.from_iterable(captured.program.pieces)]
             found = [found[places.index(n)] for n in range(len(places))]
-            # A small gradient is rounded as the large ones are of which it is a sum.
-            allowed = replay.rounding and replay.rounding * _largest(true)
+            # A small gradient, or one that is zero but for rounding, is a sum of large numbers.
+            allowed = replay.rounding and replay.rounding * _largest([*true, *gradients])
             different = _first_different(names, found, true, lambda _: allowed)
             kind.known = not owner.is_different(kind, different)
         some += true
