@@ -230,8 +230,7 @@ def record(
     make = partial(Program, recorder, length, outputs, gradients, found, nbytes)
     program = make() if told is None else _compiled(make, Regions(recorder, told), agreed)
     attempt.forget()
-    laid = [None if x is None else x.stride() for x in ones]
-    return Captured(program, attempt, laid)
+    return Captured(program, attempt, [None if x is None else x.stride() for x in ones])
 
 
 def _compiled(make: Callable[[Regions], Program], regions: Regions, agreed: Callable[[str], str]) -> Program:
