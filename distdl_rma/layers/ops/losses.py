@@ -48,7 +48,8 @@ def divisor_of_classes(target: torch.Tensor, weight: Weight, ignore_index: int) 
     counted = target != ignore_index
     if weight is None:
         return counted.sum()
-    return weight[target[counted].long()].sum(dtype=torch.float64)
+    # Of the same shape for all targets: their weights, or 0.
+    return weight[target.where(counted, 0).long()].where(counted, 0).sum(dtype=torch.float64)
 
 
 def has_indices(function: Any, floating: bool) -> bool:

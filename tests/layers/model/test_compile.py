@@ -659,6 +659,35 @@ def test_results_that_are_one_tensor_or_unused(P_world, results):
         assert kinds(pair.train(lambda: torch.rand(2, 1, 9, 8), loss, 5)) == [True]
 
 
+@pytest.mark.parametrize("ignored", [-100, 1])
+def test_class_weights(P_world, ignored):
+    weight, number = torch.tensor([1.0, 2.0, 0.5]), torch.Generator().manual_seed(1)
+    classes = torch.randint(0, 3, (2, 1, 9, 8), generator=number)
+
+    def loss(y):
+        target = shard({"H": -1}, classes)[:, 0]
+        return F.cross_entropy(y, target, weight=weight, ignore_index=ignored)
+
+    torch.manual_seed(3)
+    split = distribute(nn.Conv2d(1, 3, 3, padding=1), {"H": -1})
+    twin = distribute(nn.Conv2d(1, 3, 3, padding=1), {"H": -1})
+    twin.load_state_dict(split.state_dict())
+    steps = [lambda x: loss(split(x)), replayed(lambda x: loss(twin(x)))]
+    for at in range(4):
+        torch.manual_seed(at)
+        x = shard({"H": -1}, torch.rand(2, 1, 9, 8))
+        found = [step(x) for step in steps]
+        for value in found:
+            value.backward()
+        assert alike(
+            *[
+                [y.detach(), *(p.grad for p in m.parameters())]
+                for y, m in zip(found, (split, twin), strict=True)
+            ]
+        )
+    assert steps[1].kinds[0].known
+
+
 @pytest.mark.sizes(2)
 def test_a_detached_input_among_the_results(P_world):
     class Detached(nn.Module):
