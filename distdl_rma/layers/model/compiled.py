@@ -433,8 +433,12 @@ def _first_different(
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
     # Of all finite elements.
-    some = [x.detach().abs() for x in tensors if x is not None and x.numel()]
+    some = [x.detach().abs() for x in tensors if x is not None and x.numel() and _is_rounded(x)]
     return max((float(x.where(x.isfinite(), 0).max()) for x in some), default=0.0)
+
+
+def _is_rounded(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
@@ -442,7 +446,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     same = (one == other) | (one.isnan() & other.isnan())
-    if allowed and one.dtype.is_floating_point:
+    if allowed and _is_rounded(one):
         same |= (one - other).abs() <= allowed
     return bool(same.all())
 
