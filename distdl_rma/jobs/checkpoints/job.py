@@ -27,7 +27,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -408,10 +408,8 @@ class Checkpoints:
         # Sums over the ranks, modulo 2^64.
         ranks = self._machine.ranks
         total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
-        try:
+        with closing(total):
             return [int(number) for number in total(np.array(numbers, np.uint64))]
-        finally:
-            total.close()
 
     def restore(
         self, state: MutableMapping[str, Any], *, step: int | None = None, generators: bool = True
@@ -528,7 +526,7 @@ class Checkpoints:
             flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in holding.parts}
             ranks, nbytes = holding.ranks, min(_SLICE_NBYTES, holding.share_nbytes)
             passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
-            try:
+            with closing(passes):
                 for begin in range(0, holding.share_nbytes, nbytes):
                     mine = memory[begin : begin + nbytes]
                     as_tensor(passes.active)[: mine.numel()] = mine
@@ -540,8 +538,6 @@ class Checkpoints:
                         for part, first, elements in files.laid_out(shown, some):
                             at = first * part.item.dtype.itemsize
                             flat[part.item.name][at : at + elements.numel()] = elements
-            finally:
-                passes.close()
 
     def _together(self, **words: Any) -> AbstractContextManager[dict[str, Any]]:
         # Local work, whose error on one rank raises on all ranks.
