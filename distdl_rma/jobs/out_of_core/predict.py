@@ -365,8 +365,9 @@ def _opened(
     with processes.together(), entered, processes.together(), ExitStack() as others:
         if not processes.first:
             others.enter_context(results)
-        results.begin = processes.of_first(results.begin)
-        if processes.agree(results.seen()):
+        results.begin = processes.gathered(lambda: results.begin)[0]
+        seen = processes.gathered(results.seen)
+        if seen == seen[:1] * processes.size:
             with processes.together():
                 results.join(processes.hosts)
         yield results
