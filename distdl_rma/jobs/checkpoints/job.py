@@ -36,7 +36,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError, told
+from distdl_rma.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigurationError,
+    MismatchError,
+    check_integers,
+    told,
+)
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
@@ -208,7 +215,7 @@ class Checkpoints:
         (_, signalled, least), (_, stopping, most) = self._compared(-1 if invalid else step)
         if least < 0:
             got = f"got {step!r}" if invalid else "another rank got something else"
-            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, {got}")
+            raise ConfigurationError(f"Checkpoints.due: step is an integer, at least 0, {got}")
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
         self._stopping = self._stopping or bool(signalled or stopping)
@@ -292,8 +299,7 @@ class Checkpoints:
         self._compared()
         home = self._machine
         with self._together() as facts:
-            if type(step) is not int or step < 0:
-                raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
+            check_integers("Checkpoints.save", 0, ConfigurationError, step=step)
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
             forms = held.forms()

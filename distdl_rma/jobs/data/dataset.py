@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError, DataError, DistdlError, ShapeError
+from distdl_rma.errors import DataError, DistdlError, ShapeError, check_integers
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
@@ -170,9 +170,8 @@ class ShardDataset:
         channels: bool = True,
         seed: int = 0,
     ) -> None:
-        for name, number, least in (("crops", crops, 1), ("seed", seed, 0)):
-            if type(number) is not int or number < least:
-                raise ArgumentError(f"ShardDataset: {name} is an integer, at least {least}, got {number!r}")
+        check_integers("ShardDataset", 1, crops=crops)
+        check_integers("ShardDataset", 0, seed=seed)
         self._columns = [Column(each) for each in (source, *labels)]
         self.grid: Any = grid
         self._crop, self._crops, self._channels, self.seed = crop, crops, bool(channels), seed
