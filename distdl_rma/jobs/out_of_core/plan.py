@@ -109,12 +109,7 @@ class Form:
 
 def _spatial_dims(model: nn.Module) -> int | None:
     # Of the model's convolutions, if they agree.
-    found = {
-        int(kind.__name__[-2])
-        for part in model.modules()
-        for kind in type(part).__mro__
-        if kind.__module__ == "torch.nn.modules.conv" and kind.__name__[-2].isdigit()
-    }
+    found = {len(part.kernel_size) for part in model.modules() if isinstance(part, nn.modules.conv._ConvNd)}
     return found.pop() if len(found) == 1 else None
 
 
