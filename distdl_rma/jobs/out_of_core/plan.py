@@ -242,9 +242,8 @@ def planned(forward: Forward, source: Any, memory: int, grid: Any, folder: Path,
     form = Form.of(forward.model, shape)
     sample = form.sample(shape)
     blocks = None if grid is None else _blocks(grid, len(sample))
-    dim = max(range(_LEADING, len(sample)), key=lambda d: sample[d])
-    if blocks is not None and prod(blocks) > 1:
-        dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
+    longest = blocks if blocks is not None and prod(blocks) > 1 else sample
+    dim = max(range(_LEADING, len(sample)), key=lambda d: longest[d])
     costs = _Costs.of(forward, sample, dim, memory, source)
     samples = int(shape[0]) if form.has_batch else 1
     together = replace(form, together=samples)
