@@ -156,16 +156,14 @@ def predict(
                 raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
             job = Prediction(model, source, Predictor(memory, post, grid, scratch), returns=sink is None)
             plan, digest = job.plan, digest_of(model)
-            key = key_of(plan, digest, job.source)
+            key, made = key_of(plan, digest, job.source), made_as(plan, job.source, sink, chunks)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
             facts |= {"the type of the device": job.device.type}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(
-                processes, sink if y is None else y, job, key, made_as(plan, job.source, sink, chunks)
-            ) as results,
+            _opened(processes, sink if y is None else y, job, key, made) as results,
             _shown(plan, results.begin, progress and processes.first) as advance,
         ):
             job.run(processes, results, advance)
