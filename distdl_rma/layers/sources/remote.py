@@ -16,6 +16,7 @@ error. Files change while a job runs: the version that the server names is compa
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -116,12 +117,8 @@ def _blocks(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 def meet_receiver() -> None:
     """Wait until the thread that receives bytes does nothing else."""
-
-    async def nothing() -> None:
-        pass
-
     asyn = needed("fsspec.asyn", "remote")
-    asyn.sync(asyn.get_loop(), nothing)
+    asyn.sync(asyn.get_loop(), asyncio.sleep, 0)
 
 
 class UrlFile(RawIOBase):
