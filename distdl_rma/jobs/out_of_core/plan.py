@@ -86,9 +86,10 @@ class Form:
     @classmethod
     def of(cls, model: nn.Module, shape: Sequence[int]) -> Form:
         """The form of a source of this shape; ``ShapeError`` if it fits no input of the model."""
-        spatial, dims = _spatial_dims(model), len(shape)
-        if spatial is None:
-            spatial = dims - _LEADING
+        dims = len(shape)
+        found = {len(m.kernel_size) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+        # Of the model's convolutions, if they agree.
+        spatial = found.pop() if len(found) == 1 else dims - _LEADING
         if not (1 <= spatial <= 3 and spatial <= dims <= spatial + _LEADING):
             raise ShapeError(
                 f"predict: the source has shape {tuple(shape)}; a model of {spatial} spatial dimensions takes"
@@ -105,12 +106,6 @@ class Form:
         """Where a box of an input lies in the source."""
         leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
-
-
-def _spatial_dims(model: nn.Module) -> int | None:
-    # Of the model's convolutions, if they agree.
-    found = {len(part.kernel_size) for part in model.modules() if isinstance(part, nn.modules.conv._ConvNd)}
-    return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
