@@ -239,17 +239,16 @@ class ShardDataset:
         for at, (form, shape) in enumerate(zip(self._forms, samples[0][1], strict=True)):
             layout = self._layout(at, (len(items), *shape), partition)
             (first, stop), *bounds = layout.own_box.bounds
-            box, local = Box(tuple(bounds)), None
+            box, count = Box(tuple(bounds)), stop - first
+            # The part of one sample is a batch as it is.
+            local = torch.empty((0 if count == 1 else count, *box.shape), dtype=form.dtype)
             for row, item in enumerate(items[first:stop]):
                 with self._reading(item):
                     part = self._part(at, item // self._crops, samples[first + row][0], box)
-                if stop - first == 1:
+                if count == 1:
                     local = part.unsqueeze(0)
                 else:
-                    local = part.new_empty((stop - first, *part.shape)) if local is None else local
                     local[row] = part
-            if local is None:
-                local = torch.empty((0, *box.shape), dtype=form.dtype)
             blocks.append(Block(local, layout if form.cut else None))
         return blocks
 
