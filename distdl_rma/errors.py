@@ -223,6 +223,13 @@ def told(
         raise kind(f"{what}: {_words(error)}{advice and f'; {advice}'}") from error
 
 
+def check_integers(who: str, least: int, kind: type[DistdlError] = ArgumentError, **given: object) -> None:
+    """Raise an error of ``kind`` unless all ``given`` arguments are integers, ``least`` at least."""
+    for name, number in given.items():
+        if type(number) is not int or number < least:
+            raise kind(f"{who}: {name} is an integer, at least {least}, got {number!r}")
+
+
 def _words(error: BaseException) -> str:
     # Of an error that a library of servers has translated, the words of the server.
     while isinstance(error.__cause__, Exception) and isinstance(error, (FileNotFoundError, TimeoutError)):

@@ -102,19 +102,19 @@ class _Examination:
         # waits for an error of its own and then for the results of the others.
         return self._timeout + _GRACE_SECONDS + (self._timeout + _GRACE_SECONDS if self._rank else 0.0)
 
-    def _take(self, step: str, call: Callable[[], object]) -> bool:
-        # Carries out a step under a deadline; an error becomes a failure of this rank in the job's facts.
+    def _take(self, step: str, call: Callable[[], object]) -> Any:
+        # Carries out a step under a deadline; an error becomes a failure of this rank in the job's facts, and
+        # the result is False.
         self._step, self._deadline = step, time.monotonic() + self._limit
         try:
             with _ends_after(self._limit + _LAST_SECONDS):
-                call()
+                return call() or True
         except Exception as error:  # noqa: BLE001
             message = str(error).strip() or "no message"
             self._job.failures.append(Failure(self._rank, step, f"{type(error).__name__}: {message}"))
             return False
         finally:
             self._deadline = float("inf")
-        return True
 
     def _start(self) -> None:
         with self._reported_by_child():

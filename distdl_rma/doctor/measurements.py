@@ -22,25 +22,19 @@ from distdl_rma.segments.machine import Machine
 _COLUMNS = 171
 
 
-def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]], bool]) -> None:
+def measure(job: Job, timeout: float, take: Callable[[str, Callable[[], object]], Any]) -> None:
     """Make a machine and use it, up to the first step that fails; collective over all ranks.
 
-    ``take`` is given the name of a step and a call, and returns whether the call has raised no error. Waits
-    take ``timeout`` seconds at most.
+    ``take`` is given the name of a step and a call, and returns what the call does, True for None, or False
+    if the call raises an error. Waits take ``timeout`` seconds at most.
     """
-    machines: list[Machine] = []
-
-    def make() -> None:
-        machine = Machine(timeout=timeout)
-        machines.append(machine)
-        facts: Any = machine.describe()
-        job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
-        letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
-        job.transports[machine.rank] = "".join(letters[rank] for rank in machine.ranks)
-
-    if not take("make a machine", make):
+    machine = take("make a machine", partial(Machine, timeout=timeout))
+    if not machine:
         return
-    (machine,) = machines
+    facts = machine.describe()
+    job.nodes, job.segment_bytes = [list(node) for node in facts["nodes"]], facts["segment bytes"]
+    letters = {rank: way[0] for rank, way in facts["transport"].items()} | {machine.rank: "-"}
+    job.transports[machine.rank] = "".join(letters[rank] for rank in machine.ranks)
     where = "between nodes" if len(job.nodes) > 1 else "on a node"
     steps: dict[str, Callable[[], object]]
     steps = {f"convolve {where}": partial(convolution, job, machine), "close the machine": machine.close}

@@ -126,16 +126,11 @@ class Distribution:
         return box_c * box_p, box_p if c <= box_c else places
 
     @cached_property
-    def _coords(self) -> dict[int, tuple[int, ...]]:
-        # Coordinates of each shard by position in M, in row-major order of the shards.
-        return {self._index(coords): coords for coords in product(*map(range, self.shape))}
-
-    def _index(self, coords: Sequence[int]) -> int:
-        n, c, *space = coords
-        p = 0
-        for i, extent in zip(space, self.shape[LEADING:], strict=True):
-            p = p * extent + i
-        return n * self._steps[0] + c * self._steps[1] + p
+    def _places(self) -> dict[tuple[int, ...], int]:
+        # Position in M of each shard by its coordinates, in row-major order of the shards.
+        (n, c, places), (step_n, step_c) = self._tight, self._steps
+        positions = (i * step_n + j * step_c + p for i in range(n) for j in range(c) for p in range(places))
+        return dict(zip(product(*map(range, self.shape)), positions, strict=True))
 
     def check(self, size: int, equations: Sequence[str] = INPUT, who: str = "Distribution") -> None:
         """Check the inequalities for a machine of ``size`` ranks; local, with the same result on all ranks.
@@ -157,21 +152,21 @@ class Distribution:
     def rank_of(self, coords: Sequence[int], machine: Ranked) -> int:
         """Rank id of the process at ``(n, c, *spatial)``; ``PartitionError`` if there is no such place."""
         place = integers(coords, f"{self}: coordinates")
-        if len(place) != self.dim or not all(0 <= i < n for i, n in zip(place, self.shape, strict=True)):
+        if place not in self._places:
             raise PartitionError(f"{self}: there are no coordinates {place}")
-        return self._checked(machine)[self._index(place)]
+        return self._checked(machine)[self._places[place]]
 
     def coords_of(self, rank: int, machine: Ranked) -> tuple[int, ...] | None:
         """Coordinates ``(n, c, *spatial)`` of a rank id of the machine; None if the rank is idle."""
         ranks = self._checked(machine)
         if rank not in ranks:
             raise PartitionError(f"rank {rank} is not in M = {ranks}")
-        return self._coords.get(ranks.index(rank))
+        return {at: coords for coords, at in self._places.items()}.get(ranks.index(rank))
 
     def active_ranks(self, machine: Ranked) -> tuple[int, ...]:
         """Rank ids that hold a shard, in row-major order of the shards."""
         ranks = self._checked(machine)
-        return tuple(ranks[index] for index in self._coords)
+        return tuple(ranks[at] for at in self._places.values())
 
     def shards(self, shape: Sequence[int], machine: Ranked) -> dict[int, Box]:
         """Box of a global tensor that each rank of the machine holds; an empty box on idle ranks."""

@@ -198,34 +198,17 @@ class InnerSplit(Mapped):
 
 
 @dataclass(frozen=True)
-class ReadersSplit(Mapped):
-    """Outputs that read each part of an input dimension, by a table; neighbouring parts may share outputs."""
+class ReadersSplit(WindowSplit):
+    """Outputs that read each part of an input dimension, and ``more`` before them; parts may share some.
 
-    window: TableWindow
-
-    @property
-    def extent(self) -> int:
-        """Number of outputs."""
-        return self.window.outputs
-
-    def image(self, start: int, stop: int) -> tuple[int, int]:
-        """Outputs that read inputs."""
-        return self.window.readers(start, stop)
-
-
-@dataclass(frozen=True)
-class ContributorsSplit(Mapped):
-    """Inputs of a transposed convolution that add to each part of the outputs, and ``more`` before them.
-
-    The window slides over the outputs, as in the adjoint. The inputs may reach beyond the domain.
+    In a transposed convolution the window slides over its outputs, as in the adjoint: its inputs read these.
+    What is found may reach beyond ``extent``.
     """
 
-    window: Window
-    extent: int
     more: int = 0
 
     def image(self, start: int, stop: int) -> tuple[int, int]:
-        """Inputs whose windows meet an interval of outputs."""
+        """Outputs whose windows meet an interval of inputs."""
         first, last = self.window.readers(start, stop)
         return first - self.more, last
 

@@ -38,7 +38,7 @@ def test_parts_have_rising_ends_and_are_empty_where_the_base_is(n, m, parts, dat
     split = data.draw(splits(n, parts))
     for image in (
         WindowSplit(split, TableWindow.adaptive(m, split.extent), m),
-        ReadersSplit(split, TableWindow.adaptive(split.extent, m)),
+        ReadersSplit(split, TableWindow.adaptive(split.extent, m), m),
     ):
         ends = [image.ends(part) for part in range(image.parts)]
         for side in zip(*ends, strict=True):

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl_rma.geometry.box import Box
 from distdl_rma.jobs.checkpoints.form import NAMED_DTYPES, dtype_name
@@ -41,8 +40,6 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint6
 ALIGNED = 16
 # Of checksums.
 MODULUS = 1 << 64
-# Words that are summed at a time, which stay in a core's cache.
-_SUMMED = 1 << 18
 
 # What a state records of a tensor: the name of its dtype, and its global shape.
 Kind = tuple[str, tuple[int, ...]]
@@ -114,22 +111,11 @@ class Part:
         values = elements.numpy().view(_INTEGERS[size])
         per = size // values.itemsize
         width = self.box.volume // self.box.shape[0] * per if self.box.dim else per
-        # The elements may begin within a row: a head of it, full rows, and the rest of the last one.
+        # The elements may begin within a row, and end within one.
         row, inside = divmod(first * per, width)
         row += self.box.start[0] if self.box.dim else 0
-        total = 0
-        if inside:
-            head = min(width - inside, len(values))
-            total += _sum(values[:head]) * (2 * row + 1)
-            values, row = values[head:], row + 1
-        full = len(values) // width
-        table, step = values[: full * width].reshape(full, width), max(1, _SUMMED // width)
-        for low in range(0, full, step):
-            sums = table[low : low + step].sum(axis=1, dtype=np.uint64)
-            weights = 2 * np.arange(row + low, row + low + len(sums), dtype=np.uint64) + np.uint64(1)
-            total += _sum(sums * weights)
-        return (total + _sum(values[full * width :]) * (2 * (row + full) + 1)) % MODULUS
-
-
-def _sum(values: NDArray[Any]) -> int:
-    return int(values.sum(dtype=np.uint64))
+        begins = np.arange(-inside, len(values), width).clip(0)
+        weights = 2 * np.arange(row, row + len(begins), dtype=np.uint64) + np.uint64(1)
+        # A row of one number is its own sum, which numpy would compute several times as slowly.
+        sums = np.add.reduceat(values, begins, dtype=np.uint64) if width > 1 else values.astype(np.uint64)
+        return int((sums * weights).sum(dtype=np.uint64))

@@ -27,7 +27,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from distdl_rma.errors import CheckpointError, ClosedError, ConfigurationError, MismatchError, told
+from distdl_rma.errors import (
+    CheckpointError,
+    ClosedError,
+    ConfigurationError,
+    MismatchError,
+    check_integers,
+    told,
+)
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.checkpoints import files, objects
 from distdl_rma.jobs.checkpoints.files import Piece, Saved
@@ -208,7 +215,7 @@ class Checkpoints:
         (_, signalled, least), (_, stopping, most) = self._compared(-1 if invalid else step)
         if least < 0:
             got = f"got {step!r}" if invalid else "another rank got something else"
-            raise ConfigurationError(f"Checkpoints.due: step is an integer from 0 on, {got}")
+            raise ConfigurationError(f"Checkpoints.due: step is an integer, at least 0, {got}")
         if least != most:
             raise MismatchError(f"Checkpoints.due: the ranks are at steps from {least} to {most}")
         self._stopping = self._stopping or bool(signalled or stopping)
@@ -292,8 +299,7 @@ class Checkpoints:
         self._compared()
         home = self._machine
         with self._together() as facts:
-            if type(step) is not int or step < 0:
-                raise ConfigurationError(f"Checkpoints.save: step is an integer from 0 on, got {step!r}")
+            check_integers("Checkpoints.save", 0, ConfigurationError, step=step)
             main = objects.main_model(state)
             held = objects.Objects(state, main, scattered)
             forms = held.forms()
@@ -408,10 +414,8 @@ class Checkpoints:
         # Sums over the ranks, modulo 2^64.
         ranks = self._machine.ranks
         total = Allreduce(self._machine.segments, ranks, len(numbers), np.uint64, "sum", self._call)
-        try:
+        with closing(total):
             return [int(number) for number in total(np.array(numbers, np.uint64))]
-        finally:
-            total.close()
 
     def restore(
         self, state: MutableMapping[str, Any], *, step: int | None = None, generators: bool = True
@@ -528,7 +532,7 @@ class Checkpoints:
             flat = {p.item.name: flat_bytes(tensors[p.item.name]) for p in holding.parts}
             ranks, nbytes = holding.ranks, min(_SLICE_NBYTES, holding.share_nbytes)
             passes = Allgather(self._machine.segments, ranks, nbytes, np.uint8, self._call)
-            try:
+            with closing(passes):
                 for begin in range(0, holding.share_nbytes, nbytes):
                     mine = memory[begin : begin + nbytes]
                     as_tensor(passes.active)[: mine.numel()] = mine
@@ -540,8 +544,6 @@ class Checkpoints:
                         for part, first, elements in files.laid_out(shown, some):
                             at = first * part.item.dtype.itemsize
                             flat[part.item.name][at : at + elements.numel()] = elements
-            finally:
-                passes.close()
 
     def _together(self, **words: Any) -> AbstractContextManager[dict[str, Any]]:
         # Local work, whose error on one rank raises on all ranks.

@@ -19,7 +19,6 @@ from torch import nn
 from distdl_rma.errors import CheckpointError
 from distdl_rma.jobs.checkpoints import files
 from distdl_rma.jobs.checkpoints.objects import Cuts, Objects
-from distdl_rma.jobs.checkpoints.shares import holdings
 
 
 def load_checkpoint(
@@ -78,8 +77,7 @@ def load_checkpoint(
         objects = Objects(state, body["main"], cuts)
         items = saved.items(objects.wanted(body["forms"], saved.kinds()))
         tensors, parts = {item.name: objects.blank(item) for item in items}, list(map(objects.part, items))
-    held = holdings((part, (0,)) for part in parts)
-    pieces = (piece for each in held for piece in files.cut_out(tensors, each.share(0)))
+    pieces = files.cut_out(tensors, ((part, 0, part.box.volume) for part in parts))
     with files.explained("reading", saved.data, "may it be read?"):
         sums = files.read(saved.data, pieces)
     # The checksum of a tensor is that of all its bytes: a part that this rank alone has read proves nothing.

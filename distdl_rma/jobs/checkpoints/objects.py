@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,7 @@ class Objects:
             options = encode(options, f"{entry}/group {number}", self._take_or_write)
             groups.append({"names": some, "options": options})
         states: dict[str, Any] = {}
-        self._check_cut(entry, optimizer, packed["state"], names)
+        self._check_cut(entry, optimizer, packed["state"])
         for number, values in packed["state"].items():
             if not isinstance(number, int):
                 raise UnsupportedError(f"checkpoint: {entry!r} has state of no parameter: {number!r}")
@@ -244,10 +245,9 @@ class Objects:
             states[name] = encode(values, f"{entry}/{name}", self._take_or_write)
         return {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
-    def _check_cut(
-        self, entry: str, optimizer: torch.optim.Optimizer, states: object, names: Iterable[str]
-    ) -> None:
+    def _check_cut(self, entry: str, optimizer: torch.optim.Optimizer, states: object) -> None:
         # A vector of all parameters mixes those that are cut with others, and has no box of a whole.
+        names = chain.from_iterable(self._named(entry, optimizer))
         cut = next((name for name in names if name in self.layouts), None)
         if states and cut is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -260,16 +260,16 @@ class Objects:
 
         Raises if the saved state does not fit: entries, keys, shapes, dtypes and parameters are named.
         """
-        found: set[str] = set()
+        found, self._saved = set[str](), kinds
         for entry, thing in self.state.items():
             if entry not in forms:
                 raise CheckpointError(f"checkpoint: it has no {entry!r}, only {sorted(forms)}")
             with told(CheckpointError, f"checkpoint: its form of {entry!r} is of another kind"):
-                self._check(entry, thing, forms[entry], kinds)
+                self._check(entry, thing, forms[entry])
                 found.update(tensors_in(forms[entry]))
         return found
 
-    def _check(self, entry: str, thing: Any, form: dict[str, Any], kinds: Mapping[str, Kind]) -> None:
+    def _check(self, entry: str, thing: Any, form: dict[str, Any]) -> None:
         # The form that an object would have here is compared with the one that was saved: whatever decides
         # how something is saved decides so what is fit to be restored. A number may have been a tensor, or
         # become one.
@@ -278,37 +278,33 @@ class Objects:
             saved, here = (_NAMES.get(each, f"a {each}") for each in (form["kind"], kind))
             raise CheckpointError(f"checkpoint: {entry!r} is {saved} in it, and {here} here")
         if kind == _OPTIMIZER:
-            self._check_optimizer(entry, thing, form, kinds)
+            self._check_optimizer(entry, thing, form)
         elif kind == _MODULE:
             mine = self._form(entry, thing)["state"]
-            _check_names(f"the model {entry!r}", state, mine, {**kinds, **self.kinds})
-            self._check_tensors(entry, state, mine, kinds)
+            _check_names(f"the model {entry!r}", state, mine, {**self._saved, **self.kinds})
+            self._check_tensors(entry, state, mine)
         elif kind == _TENSOR and form["kind"] == _TENSOR:
-            self._check_tensors(entry, {"": state}, {"": self._form(entry, thing)["state"]}, kinds)
+            self._check_tensors(entry, {"": state}, {"": self._form(entry, thing)["state"]})
         elif kind == _VALUE:
             # Finds the split tensors that take their blocks; other values are replaced.
             # That the present value has no form is no reason not to replace it.
             with suppress(UnsupportedError):
                 self._form(entry, thing)
 
-    def _check_tensors(
-        self, entry: str, saved: Mapping[str, Any], mine: Mapping[str, Any], kinds: Mapping[str, Kind]
-    ) -> None:
+    def _check_tensors(self, entry: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
         for key, form in mine.items():
             if form != saved[key] and form == {"tensor": next(tensors_in(form), None)}:
                 raise CheckpointError(
                     f"checkpoint: {key!r} of {entry!r} is {saved[key]!r:.80} in it, no tensor"
                 )
-            for name in set(tensors_in(form)) & kinds.keys():
-                if (here := self.kinds[name]) != (there := kinds[name]):
+            for name in set(tensors_in(form)) & self._saved.keys():
+                if (here := self.kinds[name]) != (there := self._saved[name]):
                     raise ShapeError(
                         f"checkpoint: {f'{entry}: {key}' if key else entry!r} is {_text(there)} in it, and"
                         f" {_text(here)} here: it is of another model"
                     )
 
-    def _check_optimizer(
-        self, entry: str, optimizer: torch.optim.Optimizer, form: dict[str, Any], kinds: Mapping[str, Kind]
-    ) -> None:
+    def _check_optimizer(self, entry: str, optimizer: torch.optim.Optimizer, form: dict[str, Any]) -> None:
         if form["class"] != type(optimizer).__name__:
             raise CheckpointError(
                 f"checkpoint: {entry!r} is {form['class']} in it, and {type(optimizer).__name__} here"
@@ -317,19 +313,19 @@ class Objects:
         if len(named) != len(saved):
             raise CheckpointError(f"checkpoint: {entry!r} has {len(saved)} groups in it, {len(named)} here")
         for number, (theirs, mine) in enumerate(zip(saved, named, strict=True)):
-            _check_names(f"group {number} of {entry!r}", theirs, mine, {**kinds, **self.kinds})
+            _check_names(f"group {number} of {entry!r}", theirs, mine, {**self._saved, **self.kinds})
         if isinstance(optimizer, torch.optim.LBFGS) and named != saved:
             raise CheckpointError(f"checkpoint: {entry!r} (LBFGS) has its parameters in another order")
-        self._check_cut(entry, optimizer, form["state"], (name for group in named for name in group))
+        self._check_cut(entry, optimizer, form["state"])
         for name, values in form["state"].items():
             layout = self.layouts.get(name)
             if layout is None:
                 continue
             for item in tensors_in(values):
-                if kinds[item][1] != layout.shape:
+                if (shape := self._saved[item][1]) != layout.shape:
                     raise UnsupportedError(
-                        f"checkpoint: {item!r} has shape {kinds[item][1]}, its parameter {layout.shape}: it"
-                        " cannot be cut as the parameter is"
+                        f"checkpoint: {item!r} has shape {shape}, its parameter {layout.shape}: it cannot be"
+                        " cut as the parameter is"
                     )
         self.lay_out({entry: form})
 

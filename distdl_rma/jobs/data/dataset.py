@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl_rma.errors import ArgumentError, DataError, DistdlError, ShapeError
+from distdl_rma.errors import DataError, DistdlError, ShapeError, check_integers
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
@@ -170,9 +170,8 @@ class ShardDataset:
         channels: bool = True,
         seed: int = 0,
     ) -> None:
-        for name, number, least in (("crops", crops, 1), ("seed", seed, 0)):
-            if type(number) is not int or number < least:
-                raise ArgumentError(f"ShardDataset: {name} is an integer, at least {least}, got {number!r}")
+        check_integers("ShardDataset", 1, crops=crops)
+        check_integers("ShardDataset", 0, seed=seed)
         self._columns = [Column(each) for each in (source, *labels)]
         self.grid: Any = grid
         self._crop, self._crops, self._channels, self.seed = crop, crops, bool(channels), seed
@@ -240,17 +239,16 @@ class ShardDataset:
         for at, (form, shape) in enumerate(zip(self._forms, samples[0][1], strict=True)):
             layout = self._layout(at, (len(items), *shape), partition)
             (first, stop), *bounds = layout.own_box.bounds
-            box, local = Box(tuple(bounds)), None
+            box, count = Box(tuple(bounds)), stop - first
+            # The part of one sample is a batch as it is.
+            local = torch.empty((0 if count == 1 else count, *box.shape), dtype=form.dtype)
             for row, item in enumerate(items[first:stop]):
                 with self._reading(item):
                     part = self._part(at, item // self._crops, samples[first + row][0], box)
-                if stop - first == 1:
+                if count == 1:
                     local = part.unsqueeze(0)
                 else:
-                    local = part.new_empty((stop - first, *part.shape)) if local is None else local
                     local[row] = part
-            if local is None:
-                local = torch.empty((0, *box.shape), dtype=form.dtype)
             blocks.append(Block(local, layout if form.cut else None))
         return blocks
 

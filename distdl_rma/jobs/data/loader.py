@@ -27,7 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl_rma.errors import ConfigurationError, DistdlError, MismatchError, PartitionError, told
+from distdl_rma.errors import (
+    ConfigurationError,
+    DistdlError,
+    MismatchError,
+    PartitionError,
+    check_integers,
+    told,
+)
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.data.dataset import Block, ShardDataset
 from distdl_rma.jobs.data.draws import permutation
@@ -140,13 +147,9 @@ class ShardLoader:
         # built the partition of each group, and may have built them differently on two ranks.
         alike = "arguments and samples are alike on all ranks"
         with self._together(ConfigurationError, alike) as facts:
-            given = {"batch": self._batch, "replicas": self._replicas, "prefetch": self._prefetch}
-            for name, number in given.items():
-                least = int(name != "prefetch")
-                if type(number) is not int or number < least:
-                    raise ConfigurationError(
-                        f"ShardLoader: {name} is an integer, at least {least}, got {number!r}"
-                    )
+            some = {"batch": self._batch, "replicas": self._replicas}
+            check_integers("ShardLoader", 1, ConfigurationError, **some)
+            check_integers("ShardLoader", 0, ConfigurationError, prefetch=self._prefetch)
             with told(ConfigurationError, f"ShardLoader: no device {self._given_device} on this rank"):
                 # With its number: in the thread another one is current.
                 self.device = torch.empty(0, device=self._given_device).device
@@ -154,8 +157,8 @@ class ShardLoader:
                 raise ConfigurationError("ShardLoader: a batch on the device meta would have no elements")
             own = self._own_partition()
             facts["type of the device"] = self.device.type
-            facts |= {"batch": self._batch, "replicas": self._replicas, "shuffle": self._shuffle}
-            facts |= {"drop_last": self._drop_last, **self.dataset.facts(own)}
+            facts |= {**some, "shuffle": self._shuffle, "drop_last": self._drop_last}
+            facts |= self.dataset.facts(own)
             if not len(self):
                 raise ConfigurationError(
                     f"ShardLoader: {len(self.dataset)} samples are too few for a step of {self._replicas} x"

@@ -75,7 +75,7 @@ class _Rows:
     def __init__(self, source: Any, dim: int, chunk: int) -> None:
         self._source, self._dim, self._chunk = source, dim, chunk
         # Where rows were fetched last, and these.
-        self._kept: tuple[list[slice], torch.Tensor] | None = None
+        self._kept: tuple[list[slice], torch.Tensor] = [], torch.empty(0)
 
     def read(self, place: Slices) -> torch.Tensor:
         """The box of a place."""
@@ -87,11 +87,10 @@ class _Rows:
         # The rows that were fetched for an earlier place, and those up to the end of a chunk behind them.
         d, rows, parts = self._dim, place[self._dim], list[torch.Tensor]()
         begin, end = rows.start, min(-(-rows.stop // self._chunk) * self._chunk, self._source.shape[d])
-        if self._kept is not None:
-            at, kept = self._kept
-            if at[:d] == place[:d] and at[d].start <= begin < at[d].stop:
-                parts.append(kept.narrow(d, begin - at[d].start, min(rows.stop, at[d].stop) - begin))
-                begin = min(rows.stop, at[d].stop)
+        at, kept = self._kept
+        if at and at[:d] == place[:d] and at[d].start <= begin < at[d].stop:
+            parts.append(kept.narrow(d, begin - at[d].start, min(rows.stop, at[d].stop) - begin))
+            begin = min(rows.stop, at[d].stop)
         if begin < rows.stop or not parts:
             place[d] = slice(begin, max(begin, end))
             self._kept = place, read_box(self._source, place)

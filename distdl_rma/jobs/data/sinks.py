@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -492,16 +491,6 @@ class _Kind(NamedTuple):
     opened: Callable[[Path, ArraySink], Any]
 
 
-def _check_space(part: Path, nbytes: int) -> None:
-    # Where space is short, libhdf5 may crash, and takes the job with it. For other files the system is asked.
-    disk, limit = os.statvfs(part.absolute().parent), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    free = disk.f_bavail * disk.f_frsize
-    if nbytes > free:
-        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} bytes are free")
-    if limit != resource.RLIM_INFINITY and nbytes > limit:
-        raise DataError(f"{part}: File too large: it needs {nbytes} bytes, of {limit} bytes (ulimit -f)")
-
-
 def _create_npy(part: Path, sink: ArraySink) -> None:
     descr = np.lib.format.dtype_to_descr(sink.dtype)
     with part.open("xb") as file:
@@ -513,8 +502,13 @@ def _create_npy(part: Path, sink: ArraySink) -> None:
 
 def _create_hdf5(part: Path, sink: ArraySink) -> None:
     h5py = needed("h5py", "hdf5")
-    _check_space(part, _HDF5_NBYTES + prod(sink.shape) * sink.dtype.itemsize)
-    with hdf5_lock(), hdf5_file(h5py, part, "x") as file:
+    # Where space is short, or a file may not be so long, libhdf5 may crash, and takes the job with it.
+    nbytes = _HDF5_NBYTES + prod(sink.shape) * sink.dtype.itemsize
+    if nbytes > (free := shutil.disk_usage(part.absolute().parent).free):
+        raise DataError(f"{part}: No space left on device: it needs {nbytes} bytes, {free} bytes are free")
+    with part.open("xb") as whole:
+        whole.truncate(nbytes)
+    with hdf5_lock(), hdf5_file(h5py, part, "w") as file:
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         # What is allocated has an offset, and ranks write to it without the library.
         plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

@@ -25,7 +25,7 @@ from torch import nn
 
 from distdl_rma.errors import DataError, UnsupportedError
 from distdl_rma.jobs.checkpoints.weights import load_weights
-from distdl_rma.jobs.out_of_core.estimate import Post
+from distdl_rma.jobs.out_of_core.inference import Post
 from distdl_rma.jobs.out_of_core.prepared import Prepared, Step, normalised, scaled, space_of, totals
 from distdl_rma.jobs.out_of_core.processes import Processes
 from distdl_rma.layers.sources.remote import needed

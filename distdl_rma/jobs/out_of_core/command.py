@@ -29,41 +29,33 @@ if TYPE_CHECKING:
     from distdl_rma.jobs.out_of_core.nnunet import TrainedFolder
 
 
+# Options that take a text: what help calls that, and what it means.
+_OPTIONS = {
+    "--out": ("FILE", "new .npy, .h5, .zarr or .ome.zarr; without it, the plan only"),
+    "--checkpoint": ("RUN", "weights: a folder of Checkpoints, or a state dict (.pt, .pth, .safetensors)"),
+    "--bundle": ("DIR", "a bundle of MONAI, in place of a function"),
+    "--nnunet": ("DIR", "a folder that nnU-Net has trained, in place of these"),
+    "--fold": ("N", "of --nnunet: 0, several as 0,1,2, or all (all numbers)"),
+    "--device": ("TYPE", "that computes, such as cuda: one for each rank of a host"),
+    "--scratch": ("DIR", "folder on a disk for what does not fit"),
+    "--grid": ("N", "blocks of the last dimensions, such as 8x1x1"),
+    "--post": ("MODULE:FUNCTION", "function of the result, before it is written"),
+}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODULE:FUNCTION",
-        help="function without arguments that returns the model, or a model",
+        "model", nargs="?", metavar="MODULE:FUNCTION", help="a function that returns the model, or a model"
     )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="RUN",
-        help="weights of the model: a folder of Checkpoints, or a state dict in .pt, .pth or .safetensors",
-    )
-    parser.add_argument("--bundle", metavar="DIR", help="a bundle of MONAI, in place of a function")
-    parser.add_argument(
-        "--nnunet", metavar="DIR", help="a folder that nnU-Net has trained, in place of these"
-    )
-    parser.add_argument("--fold", metavar="N", help="of --nnunet: 0, several as 0,1,2, or all (all numbers)")
-    parser.add_argument("--raw", action="store_true", help="of these two, leave out what follows the network")
     parser.add_argument(
         "--in", dest="source", required=True, metavar="FILE", help="source, as of open_array: also a URL"
     )
-    parser.add_argument(
-        "--out", metavar="FILE", help="new .npy, .h5, .zarr or .ome.zarr; without it, the plan only"
-    )
-    parser.add_argument(
-        "--device", metavar="TYPE", help="that computes, such as cuda: one for each rank of a host"
-    )
+    for flag, (metavar, text) in _OPTIONS.items():
+        parser.add_argument(flag, metavar=metavar, help=text)
     parser.add_argument("--memory", default="8GiB", metavar="SIZE", help="for slabs and what waits (8GiB)")
-    parser.add_argument("--scratch", metavar="DIR", help="folder on a disk for what does not fit")
-    parser.add_argument("--grid", metavar="N", help="blocks of the last dimensions, such as 8x1x1")
-    parser.add_argument(
-        "--post", metavar="MODULE:FUNCTION", help="function of the result, before it is written"
-    )
     parser.add_argument("--chunks", type=extents, metavar="N", help="of a new .zarr: 64x64x64")
+    parser.add_argument("--raw", action="store_true", help="without the last steps of a bundle or of nnU-Net")
     parser.add_argument("--quiet", action="store_true", help="without plan and progress bar")
 
 

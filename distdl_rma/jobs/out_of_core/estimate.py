@@ -15,7 +15,7 @@ so that layers with strides cut it as they cut the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, DistdlError, ShapeError, UnsupportedError
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.jobs.out_of_core.inference import Inference, device_of, fits_device, one_tensor, twin_of
+from distdl_rma.jobs.out_of_core.inference import Forward, Inference, device_of, fits_device, twin_of
 from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.layers.split.tensor import SplitTensor
@@ -38,7 +38,6 @@ from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.waiting.uncaught_errors import place_of
 from distdl_rma.trace import size_text
 
-Post = Callable[[Any], Any] | None
 # Extents of a crop have the remainders of the whole's by this number, so that a model with a few strides
 # takes both; and at least as many elements, along the cut dimension four times. A volume begins with half.
 _MODULUS, _LONGER = 32, 4
@@ -82,13 +81,13 @@ class Needs:
         return min(_MODULUS, max(1, extent // coarsest))
 
 
-def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype) -> Needs:
+def needs_of(forward: Forward, shape: Sequence[int]) -> Needs:
     """What a forward of a tensor of this shape needs, without its memory; local.
 
     ``UnsupportedError`` if shapes depend on values, ``ShapeError`` if torch refuses the shape.
     """
-    twin, live, fast = twin_of(model), LiveMemory(counts=True), torch.backends.mha.get_fastpath_enabled()
-    extents = [set[int]() for _ in shape]
+    live, fast = LiveMemory(counts=True), torch.backends.mha.get_fastpath_enabled()
+    twin, extents = twin_of(forward.model), [set[int]() for _ in shape]
 
     def note(_module: nn.Module, _args: Any, y: Any) -> None:
         if isinstance(y, torch.Tensor) and y.dim() == len(extents):
@@ -101,8 +100,8 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
         # torch's short cut through an attention is one function, whose memory would not be seen.
         torch.backends.mha.set_fastpath_enabled(False)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), live:
-            x = torch.empty(tuple(shape), dtype=dtype, device=device_of(model))
-            y = _result_of(twin, post, x)
+            x = torch.empty(tuple(shape), dtype=forward.dtype, device=device_of(twin))
+            y = forward.result(twin(x))
             shape, found = tuple(map(int, y.shape)), tuple(map(frozenset, extents))
             return Needs(shape, y.dtype, live.peak, found, live.calls, live.weight_nbytes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -115,15 +114,10 @@ def needs_of(model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dt
     except (RuntimeError, ValueError) as error:
         raise ShapeError(
             f"predict: the model and post= do not take (batch, channels, *spatial) = {tuple(shape)} of"
-            f" {dtype}: {type(error).__name__}{_at(error)}: {error}"
+            f" {forward.dtype}: {type(error).__name__}{_at(error)}: {error}"
         ) from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _result_of(twin: nn.Module, post: Post, x: torch.Tensor) -> torch.Tensor:
-    y = twin(x)
-    return one_tensor(y if post is None else post(y))
 
 
 def _at(error: Exception) -> str:
@@ -174,9 +168,7 @@ def crop_extent(extent: int, least: int) -> int:
     return min(extent, least + (extent - least) % min(_MODULUS, least))
 
 
-def dependence_of(
-    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, memory: int
-) -> Dependence:
+def dependence_of(forward: Forward, shape: Sequence[int], dim: int, memory: int) -> Dependence:
     """How blocks along a dimension depend on each other; runs the model on a crop of random numbers.
 
     Raises the model's errors, of functions that cannot be split and crops that the model does not take; and
@@ -185,7 +177,7 @@ def dependence_of(
     short = _MODULUS // (2 if len(shape) > _IMAGE else 1)
     for left in reversed(range(_CROPS)):
         try:
-            return _of_long_enough(model, post, shape, dtype, dim, short, memory)
+            return _of_long_enough(forward, shape, dim, short, memory)
         except (RuntimeError, ValueError, AssertionError, IndexError) as error:
             whole = all(crop_extent(n, short) == n for n in shape[2:])
             if whole or not left or isinstance(error, (UnsupportedError, ArgumentError, ConfigurationError)):
@@ -194,9 +186,7 @@ def dependence_of(
     raise RuntimeError("no crop")
 
 
-def _of_long_enough(
-    model: nn.Module, post: Post, shape: Sequence[int], dtype: torch.dtype, dim: int, short: int, memory: int
-) -> Dependence:
+def _of_long_enough(forward: Forward, shape: Sequence[int], dim: int, short: int, memory: int) -> Dependence:
     # A crop of which the first rank has a part of the result: with a deep model and a short crop, all results
     # would belong to the second one, and nothing would be seen of how they depend on each other.
     least = _LONGER * short
@@ -204,13 +194,13 @@ def _of_long_enough(
         crop = tuple(
             n if d < 2 else crop_extent(n, least if d == dim else short) for d, n in enumerate(shape)
         )
-        alone = needs_of(model, post, crop, dtype).nbytes
+        alone = needs_of(forward, crop).nbytes
         if (nbytes := _CROP_SHARE * alone) > memory:
             raise ConfigurationError(
                 f"predict: memory={size_text(memory)} is too small: the model is tried on a crop of {crop},"
                 f" which needs {size_text(nbytes)}; give as much"
             )
-        run = _Run(model, post, crop, dtype, dim, _RANKS)
+        run = _Run(forward, crop, dim, _RANKS)
         if run.settled or crop[dim] == shape[dim]:
             break
         least *= 2
@@ -220,7 +210,7 @@ def _of_long_enough(
     if run.mailbox.whole_nbytes and run.waits:
         # With twice as many ranks, only memory of tensors that are not cut stays the same: of two runs we
         # learn which part of the memory is of these.
-        more = _Run(model, post, crop, dtype, dim, 2 * _RANKS)
+        more = _Run(forward, crop, dim, 2 * _RANKS)
         whole = max(0, sum(more.pages.peaks.values()) - first - last) // 2
         copies = min(held, max(0, 2 * max(more.pages.held.values(), default=0) - held))
         moved = (2 * _RANKS) ** 2 * more.mailbox.whole_nbytes // (2 * _RANKS - 1)
@@ -243,13 +233,9 @@ class _Run(Inference):
     waited for a later one; ``pages`` has counted bytes, the ``mailbox`` messages.
     """
 
-    def __init__(
-        self, model: nn.Module, post: Post, crop: Sequence[int], dtype: torch.dtype, dim: int, ranks: int
-    ) -> None:
-        super().__init__(
-            model, post, [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)]
-        )
-        self._whole, self._split = _random(crop, dtype), self.splits[dim]
+    def __init__(self, forward: Forward, crop: Sequence[int], dim: int, ranks: int) -> None:
+        super().__init__(forward, [Balanced(n, min(ranks, n) if d == dim else 1) for d, n in enumerate(crop)])
+        self._whole, self._split = _random(crop, forward.dtype), self.splits[dim]
         self.waits: list[str] = []
         # Whether the first rank has a part of the result.
         self.settled, self.lag = True, 0
@@ -275,32 +261,30 @@ class _Run(Inference):
             self.lag = max(0, end - stop * self._split.extent // split.extent)
 
 
-def are_independent(
-    model: nn.Module, post: Post, found: Dependence, sample: Sequence[int], dtype: torch.dtype, memory: int
-) -> bool:
+def are_independent(forward: Forward, found: Dependence, sample: Sequence[int], memory: int) -> bool:
     """Whether each of the samples (batch, channels, *spatial) has the result that it has alone.
 
     Runs the model on crops of all samples. Ranks with samples of their own send each other nothing, and the
     results are those of samples alone but for rounding. Where this cannot be seen, it is False.
     """
-    twin, n = twin_of(model), sample[0]
+    twin, n = twin_of(forward.model), sample[0]
     # Smaller crops, if the model takes them, where all samples of the one that was found do not fit.
     smaller = ([crop_extent(n, _MODULUS >> by) for n in sample[2:]] for by in range(_MODULUS.bit_length()))
     for space in (found.crop[2:], *smaller):
         with suppress(ShapeError):
             crop = (n, sample[1], *space)
-            if _CROP_SHARE * needs_of(model, post, crop, dtype).nbytes <= memory:
+            if _CROP_SHARE * needs_of(forward, crop).nbytes <= memory:
                 break
     else:
         return False
 
     try:
-        run = _Run(model, post, crop, dtype, 0, _SAMPLE_RANKS)
+        run = _Run(forward, crop, 0, _SAMPLE_RANKS)
         with torch.no_grad(), fits_device(run.device, crop):
-            x = _random(crop, dtype).to(run.device)
-            y, *alone = (_result_of(twin, post, each) for each in (x, *x.split(1)))
+            x = _random(crop, forward.dtype).to(run.device)
+            y, *alone = (forward.result(twin(each)) for each in (x, *x.split(1)))
         silent = not (run.mailbox.wanted or run.mailbox.peak_nbytes)
-        return silent and _are_near(y, torch.cat(alone), dtype)
+        return silent and _are_near(y, torch.cat(alone), forward.dtype)
     except ConfigurationError:
         raise
     except (RuntimeError, ValueError, AssertionError, IndexError):

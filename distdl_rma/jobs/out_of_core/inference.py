@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any, cast
@@ -42,6 +43,7 @@ from distdl_rma.segments.mailbox import Mailbox
 from distdl_rma.segments.virtual_ranks.comm import VirtualComm
 from distdl_rma.segments.virtual_ranks.rehearse import played
 
+Post = Callable[[Any], Any] | None
 # Attributes of a module that hold its parameters, buffers and parts.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
 # Of the waits of a virtual rank: the others may compute for days.
@@ -108,18 +110,27 @@ def twin_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, same).eval()
 
 
-def one_tensor(y: Any) -> torch.Tensor:
-    """The result of a model; ``ArgumentError`` if it is no tensor."""
-    if isinstance(y, torch.Tensor):
-        return y
-    raise ArgumentError(
-        f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=, such"
-        " as post=lambda y: y[0]"
-    )
+@dataclass(frozen=True)
+class Forward:
+    """What is computed of an input (batch, channels, *spatial) of a type: by ``model``, then by ``post``."""
+
+    model: nn.Module
+    post: Post
+    dtype: torch.dtype
+
+    def result(self, y: Any) -> torch.Tensor:
+        """The result, of what the model gives; ``ArgumentError`` if it is no tensor."""
+        y = y if self.post is None else self.post(y)
+        if isinstance(y, torch.Tensor):
+            return y
+        raise ArgumentError(
+            f"predict: the result is a {type(y).__name__!r}, and one tensor is written; choose it by post=,"
+            " such as post=lambda y: y[0]"
+        )
 
 
 class Inference:
-    """A forward of ``model``, then ``post``, for a global input (batch, channel, *spatial).
+    """A ``forward`` of a global input (batch, channels, *spatial).
 
     ``splits`` are the blocks of the input in each dimension, one block for each virtual rank. Subclasses say
     where blocks come from (``read``), where those of the result go (``write``), and which ranks this process
@@ -131,8 +142,8 @@ class Inference:
     not.
     """
 
-    def __init__(self, model: nn.Module, post: Callable[[Any], Any] | None, splits: Sequence[Split]) -> None:
-        self.model, self.post, self.splits, self.device = model, post, splits, device_of(model)
+    def __init__(self, forward: Forward, splits: Sequence[Split]) -> None:
+        self.forward, self.splits, self.device = forward, splits, device_of(forward.model)
         self.count = prod(split.parts for split in splits)
 
     def read(self, box: Slices) -> torch.Tensor:
@@ -163,7 +174,7 @@ class Inference:
         # Ranks that have begun, and those of this process that have begun and not ended.
         self._begun, self._running, self._failed = mailbox.first, 0, False
         with freed_at_once(freed_above), pages.watching(mailbox):
-            found = fixed_tensors(self.model).items()
+            found = fixed_tensors(self.forward.model).items()
             # Tensors of the model, and how often they had been changed in place.
             self._tensors = {name: (x, x._version) for name, x in found if not x.is_inference()}
             played(self.count, self._rank, None, keeper=pages)
@@ -195,7 +206,7 @@ class Inference:
             shape = [each.stop - each.start for each in box]
             with self._pages.running(comm.rank), torch.no_grad(), fits_device(self.device, shape):
                 y = twin(SplitTensor(self.read(box).to(self.device), layout))
-                y = one_tensor(y if self.post is None else self.post(y))
+                y = self.forward.result(y)
                 self._check_unchanged()
                 del twin
                 self._write(machine.rank, y)
@@ -233,7 +244,7 @@ class Inference:
 
     def _hooked(self) -> nn.Module:
         # A copy of the model whose modules are named in messages, and tell places of the program apart.
-        twin = twin_of(self.model)
+        twin = twin_of(self.forward.model)
         for path, module in [*twin.named_modules()]:
             hook = ModuleHook(path, moves=True, elsewhere=False)
             module.register_forward_pre_hook(hook, prepend=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -184,16 +185,15 @@ class Pages:
         counts: bool = False,
         idle_nbytes: int = 0,
     ) -> None:
-        self._limit, self._make_scratch, self._waits = limit, scratch, waits
+        self._limit, self._scratch, self._waits = limit, cache(scratch), waits
         self._moves, self._counts, self._idle_nbytes = moves, counts, idle_nbytes
-        self._scratch: Scratch | None = None
         # The rank that runs or did so last, and what each rank has made.
         self._running = 0
         self._made: dict[int, LiveMemory | None] = {}
         # Blocks of the ranks that wait, parts of messages, and those of both that are being written.
         self._waiting: dict[int, list[_Block]] = {}
         self._mail: dict[Parcel, _Mail] = {}
-        self._leaving: dict[_Page, None] = {}
+        self._leaving: dict[_Page, Region] = {}
         #: Bytes of blocks of ranks that wait, and of messages, that are in memory.
         self.resident_nbytes = 0
         #: For each rank, the most that it had while it ran and has ended, and while it waited.
@@ -217,8 +217,8 @@ class Pages:
             self._waiting.clear()
             self._mail.clear()
             self._leaving.clear()
-            if self._scratch is not None:
-                self._scratch.close()
+            if self._scratch.cache_info().currsize:
+                self._scratch().close()
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
@@ -271,9 +271,9 @@ class Pages:
             return
         if not page.out:
             self.resident_nbytes -= page.nbytes
-        if page.region is not None and self._scratch is not None:
+        if page.region is not None:
             self._leaving.pop(page, None)
-            self._scratch.free(page.region)
+            self._scratch().free(page.region)
 
     def _blocks_of(self, rank: int) -> list[_Block]:
         alive = self._made[rank]
@@ -306,26 +306,21 @@ class Pages:
         # that waits then finds room at once, and the disk works meanwhile.
         if self.resident_nbytes <= self._limit:
             return
-        if self._scratch is None:
-            self._scratch = self._make_scratch()
+        scratch = self._scratch()
         enough = self.resident_nbytes - self._limit + self._limit // 4
         leaving = sum(page.nbytes for page in self._leaving)
         for page in self._needed_last():
             if leaving >= enough:
                 break
-            if page.region is None:
-                page.region = self._scratch.write(page.bytes)
+            page.region = self._leaving[page] = page.region or scratch.write(page.bytes)
             leaving += page.nbytes
-            self._leaving[page] = None
         while self.resident_nbytes > self._limit and self._leaving:
             page = next(iter(self._leaving))
-            del self._leaving[page]
-            if page.region is not None and page.region.into is None:
-                self._scratch.wait(page.region)
-            elif page.region is not None:
-                # It was read ahead too early.
-                self._scratch.cancel(page.region)
-            page.leave(self._scratch)
+            region = self._leaving.pop(page)
+            # Perhaps it was read ahead too early.
+            scratch.cancel(region)
+            scratch.wait(region)
+            page.leave(scratch)
             page.out = True
             self.resident_nbytes -= page.nbytes
 
@@ -334,24 +329,24 @@ class Pages:
         if not block.out:
             self.resident_nbytes -= block.nbytes
         self._leaving.pop(block, None)
-        if (region := block.region) is None or self._scratch is None:
+        if (region := block.region) is None:
             return
         into = block.make_room() if block.out else region.into
         if into is not None:
-            self._scratch.read(region, into)
+            self._scratch().read(region, into)
         else:
             # It has not left yet.
-            self._scratch.wait(region)
-        self._scratch.free(region)
+            self._scratch().wait(region)
+        self._scratch().free(region)
         block.region = None
 
     def _read_ahead(self) -> None:
         following = min(self._waiting, key=self._after, default=-1)
         for block in self._waiting.get(following, []):
             fits = self.resident_nbytes + block.nbytes <= self._limit
-            if fits and block.out and block.region is not None and self._scratch is not None:
+            if fits and block.out and block.region is not None:
                 self.resident_nbytes += block.nbytes
-                self._scratch.prefetch(block.region, block.make_room())
+                self._scratch().prefetch(block.region, block.make_room())
 
 
 def _bytes_of(array: Array) -> torch.Tensor:

@@ -39,14 +39,8 @@ from torch import nn
 
 from distdl_rma.errors import ArgumentError, ConfigurationError, ShapeError
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
-from distdl_rma.jobs.out_of_core.estimate import (
-    Dependence,
-    Needs,
-    Post,
-    are_independent,
-    dependence_of,
-    needs_of,
-)
+from distdl_rma.jobs.out_of_core.estimate import Dependence, Needs, are_independent, dependence_of, needs_of
+from distdl_rma.jobs.out_of_core.inference import Forward
 from distdl_rma.layers.sources.chunks import chunks_of, fetched_of
 from distdl_rma.layers.sources.reading import read_box
 from distdl_rma.layers.split.entry import blocks_of
@@ -92,9 +86,10 @@ class Form:
     @classmethod
     def of(cls, model: nn.Module, shape: Sequence[int]) -> Form:
         """The form of a source of this shape; ``ShapeError`` if it fits no input of the model."""
-        spatial, dims = _spatial_dims(model), len(shape)
-        if spatial is None:
-            spatial = dims - _LEADING
+        dims = len(shape)
+        found = {len(m.kernel_size) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+        # Of the model's convolutions, if they agree.
+        spatial = found.pop() if len(found) == 1 else dims - _LEADING
         if not (1 <= spatial <= 3 and spatial <= dims <= spatial + _LEADING):
             raise ShapeError(
                 f"predict: the source has shape {tuple(shape)}; a model of {spatial} spatial dimensions takes"
@@ -111,17 +106,6 @@ class Form:
         """Where a box of an input lies in the source."""
         leading = slice(number, number + self.together), box[1]
         return *leading[0 if self.has_batch else 1 if self.has_channels else 2 :], *box[_LEADING:]
-
-
-def _spatial_dims(model: nn.Module) -> int | None:
-    # Of the model's convolutions, if they agree.
-    found = {
-        int(kind.__name__[-2])
-        for part in model.modules()
-        for kind in type(part).__mro__
-        if kind.__module__ == "torch.nn.modules.conv" and kind.__name__[-2].isdigit()
-    }
-    return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -232,16 +216,7 @@ class Plan:
         return "\n".join(f"{name:10}{text}" for name, text in lines.items())
 
 
-def planned(
-    model: nn.Module,
-    post: Post,
-    source: Any,
-    dtype: torch.dtype,
-    memory: int,
-    grid: Any,
-    folder: Path,
-    returns: bool,
-) -> Plan:
+def planned(forward: Forward, source: Any, memory: int, grid: Any, folder: Path, returns: bool) -> Plan:
     """Choose the slabs for a limit of memory, and refuse what cannot be done; runs the model on a crop.
 
     The order matters: the model runs on one sample first. If samples of a batch turn out to depend on each
@@ -259,18 +234,17 @@ def planned(
         If a function of the model cannot be split.
     """
     shape = tuple(map(int, source.shape))
-    form = Form.of(model, shape)
+    form = Form.of(forward.model, shape)
     sample = form.sample(shape)
     blocks = None if grid is None else _blocks(grid, len(sample))
-    dim = max(range(_LEADING, len(sample)), key=lambda d: sample[d])
-    if blocks is not None and prod(blocks) > 1:
-        dim = max(range(_LEADING, len(sample)), key=lambda d: blocks[d])
-    costs = _Costs.of(model, post, sample, dtype, dim, memory, source)
+    longest = blocks if blocks is not None and prod(blocks) > 1 else sample
+    dim = max(range(_LEADING, len(sample)), key=lambda d: longest[d])
+    costs = _Costs.of(forward, sample, dim, memory, source)
     samples = int(shape[0]) if form.has_batch else 1
     together = replace(form, together=samples)
-    if samples > 1 and not are_independent(model, post, costs.found, together.sample(shape), dtype, memory):
+    if samples > 1 and not are_independent(forward, costs.found, together.sample(shape), memory):
         form, sample = together, together.sample(shape)
-        costs = _Costs.of(model, post, sample, dtype, dim, memory, source)
+        costs = _Costs.of(forward, sample, dim, memory, source)
     whole = costs.whole
     result = (samples, *whole.shape[1:]) if form.has_batch else whole.shape[1:]
     kept = prod(result) * whole.dtype.itemsize if returns else 0
@@ -288,18 +262,18 @@ def planned(
         chosen = min(choices, key=costs.running)
         most = usable + costs.ahead(chosen)
         keeps, ahead = next((kind for kind in kinds if needs(chosen, *kind) <= most), kinds[-1])
-    forward = costs.running(chosen) + costs.source_nbytes(chosen, samples, keeps, ahead)
-    if forward > usable:
+    running = costs.running(chosen) + costs.source_nbytes(chosen, samples, keeps, ahead)
+    if running > usable:
         slabs = "this grid" if blocks is not None else f"the smallest of up to {len(choices)} slabs"
         raise ConfigurationError(
             f"predict: memory={size_text(memory)} is too small:"
-            f" {slabs} of {sample} needs {size_text((forward + kept) / _USABLE)}"
+            f" {slabs} of {sample} needs {size_text((running + kept) / _USABLE)}"
             f"{f', of which the result has {size_text(kept)}' if kept else ''}; give as much"
             f"{', or more blocks' if blocks is not None else ''}"
         )
     several = prod(chosen) > 1
     waits = costs.found.waits if several else ()
-    resident = min(costs.waiting(chosen), usable - forward) if waits else 0.0
+    resident = min(costs.waiting(chosen), usable - running) if waits else 0.0
     disk = costs.waiting(chosen) - resident if waits else 0.0
     if disk and (free := shutil.disk_usage(folder).free) < disk:
         raise ConfigurationError(
@@ -309,7 +283,7 @@ def planned(
         )
     splits: list[Split] = list(map(Balanced, sample, chosen))
     splits[dim] = costs.rows(chosen[dim])
-    idle = min(_MOST_IDLE_NBYTES, usable - forward) if several and not waits else 0.0
+    idle = min(_MOST_IDLE_NBYTES, usable - running) if several and not waits else 0.0
     chunks = ((1,) if form.has_batch else ()) + _chunks(whole.shape[1:], splits)
     tiles = [_tiles(n) for n in sample[_LEADING:]]
     rows = [list(map(each.interval, range(each.parts))) for each in splits[_LEADING:]]
@@ -320,7 +294,7 @@ def planned(
     leading = [*[batch] * form.has_batch, *[[(0, sample[1])]] * form.has_channels]
     return Plan(
         shape, result, whole.dtype, samples // form.together, tuple(splits), 1 + len(waits), waits, memory,
-        int(kept + forward + resident + idle), whole.nbytes, int(disk),
+        int(kept + running + resident + idle), whole.nbytes, int(disk),
         fetched_of(source, [*leading, *rows]), costs.source_nbytes(chosen, samples, keeps, ahead),
         tuple(each[0][1] for each in tiles),
         prod(sum(b - a for a, b in each) / n for each, n in zip(tiles, sample[_LEADING:], strict=True)),
@@ -346,18 +320,9 @@ class _Costs(NamedTuple):
     itemsize: int  # of the source, 0 if that is in memory
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        post: Post,
-        sample: tuple[int, ...],
-        dtype: torch.dtype,
-        dim: int,
-        memory: int,
-        source: Any,
-    ) -> Self:
+    def of(cls, forward: Forward, sample: tuple[int, ...], dim: int, memory: int, source: Any) -> Self:
         """Measured; ``ShapeError`` if the result lacks the batch."""
-        whole = needs_of(model, post, sample, dtype)
+        whole = needs_of(forward, sample)
         if tuple(whole.shape[:1]) != sample[:1]:
             raise ShapeError(
                 f"predict: the result of {sample[0]} sample{'s' if sample[0] > 1 else ''} has shape"
@@ -369,7 +334,7 @@ class _Costs(NamedTuple):
         chunk = chunk[0] if isinstance(chunk, (tuple, list)) else int(chunk)
         kind = read_box(source, [slice(0, 0)] * len(source.shape)).dtype
         in_memory = isinstance(source, (torch.Tensor, np.ndarray)) and not isinstance(source, np.memmap)
-        found = dependence_of(model, post, sample, dtype, dim, memory)
+        found = dependence_of(forward, sample, dim, memory)
         return cls(sample, dim, whole, found, chunk, 0 if in_memory else kind.itemsize)
 
     @property

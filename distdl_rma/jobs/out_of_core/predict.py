@@ -41,8 +41,7 @@ from distdl_rma.errors import (
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.data.read_ahead import boxes_ahead
-from distdl_rma.jobs.out_of_core.estimate import Post
-from distdl_rma.jobs.out_of_core.inference import Inference, check_model, fixed_tensors
+from distdl_rma.jobs.out_of_core.inference import Forward, Inference, Post, check_model, fixed_tensors
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.plan import Plan, planned
 from distdl_rma.jobs.out_of_core.prepared import Prepared
@@ -155,18 +154,16 @@ def predict(
         with processes.together() as facts:
             if progress and find_spec("rich") is None:
                 raise ConfigurationError("predict: progress=True needs the package rich: pip install rich")
-            job = Prediction(model, source, memory, post, grid, scratch, returns=sink is None)
+            job = Prediction(model, source, Predictor(memory, post, grid, scratch), returns=sink is None)
             plan, digest = job.plan, digest_of(model)
-            key = key_of(plan, digest, job.source)
+            key, made = key_of(plan, digest, job.source), made_as(plan, job.source, sink, chunks)
             facts |= {"the source": [label(job.source), plan.source], "the grid": plan.grid}
             facts |= {"the digest of the model": digest, "the sink": [label(sink), chunks]}
             facts |= {"the type of the device": job.device.type}
             facts |= {"post": getattr(post, "__qualname__", type(post).__name__)}
         y = torch.zeros(plan.result, dtype=plan.dtype) if sink is None else None
         with (
-            _opened(
-                processes, sink if y is None else y, job, key, made_as(plan, job.source, sink, chunks)
-            ) as results,
+            _opened(processes, sink if y is None else y, job, key, made) as results,
             _shown(plan, results.begin, progress and processes.first) as advance,
         ):
             job.run(processes, results, advance)
@@ -197,7 +194,7 @@ def plan_prediction(
     >>> plan.slabs, plan.result  # print(plan) shows also the memory and what waits on disk
     (4, (2, 400, 100))
     """
-    return Prediction(model, source, memory, post, grid, scratch, returns=False).plan
+    return Prediction(model, source, Predictor(memory, post, grid, scratch), returns=False).plan
 
 
 class Prediction(Inference):
@@ -209,49 +206,41 @@ class Prediction(Inference):
     counts as written only after all its blocks are.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        source: Any,
-        memory: int | str,
-        post: Post,
-        grid: Any,
-        scratch: str | os.PathLike[str] | None,
-        returns: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, source: Any, options: Predictor, returns: bool) -> None:
         if virtual_rank() is not None:
             raise UnsupportedError("predict: a virtual rank cannot run virtual ranks of its own")
         check_model(model)
         self.source = source if isinstance(source, (torch.Tensor, np.ndarray)) else open_array(source)
-        self._folder = Path(tempfile.gettempdir() if scratch is None else scratch)
+        self._folder = Path(tempfile.gettempdir() if options.scratch is None else options.scratch)
         if not self._folder.is_dir():
             raise DataError(
                 f"predict: scratch={str(self._folder)!r} is no folder; name an existing one on a disk"
             )
-        limit = parse_size(memory, "the memory")
+        limit = parse_size(options.memory, "the memory")
         *others, last = _dtypes_of(self.source, model)
-        for self.dtype in (*others, last):
+        for dtype in (*others, last):
+            self.forward = Forward(model, options.post, dtype)
             try:
-                self.plan = planned(model, post, self.source, self.dtype, limit, grid, self._folder, returns)
+                self.plan = planned(self.forward, self.source, limit, options.grid, self._folder, returns)
                 break
             except Exception as error:
                 # Torch's errors: the model alone would not take these elements either.
                 of_torch = isinstance(error, ShapeError) or not isinstance(error, DistdlError)
-                if self.dtype != last and isinstance(error, UnsupportedError) and last.is_floating_point:
+                if dtype != last and isinstance(error, UnsupportedError) and last.is_floating_point:
                     raise UnsupportedError(f"{error}; give the source as floats: astype('float32')") from None
-                if self.dtype == last or not of_torch:
+                if dtype == last or not of_torch:
                     raise
-        super().__init__(model, post, self.plan.splits)
+        super().__init__(self.forward, self.plan.splits)
 
     def _converted(self, found: torch.Tensor) -> torch.Tensor:
         # In the model's type. Floats are rounded as all its numbers are; labels may not be.
-        if found.dtype == self.dtype:
+        if found.dtype == (dtype := self.forward.dtype):
             return found
-        block = found.to(self.dtype)
+        block = found.to(dtype)
         floats = found.dtype.is_floating_point or found.dtype.is_complex
         if not (block.isfinite().equal(found.isfinite()) if floats else block.to(found.dtype).equal(found)):
             raise DataError(
-                f"predict: {label(self.source)} has elements of {found.dtype} that {self.dtype}, the type of"
+                f"predict: {label(self.source)} has elements of {found.dtype} that {dtype}, the type of"
                 " the model's parameters, cannot hold; let the model take the elements as they are, as by"
                 " x.long(), or give it a longer type, as by model.double()"
             )
@@ -374,8 +363,9 @@ def _opened(
     with processes.together(), entered, processes.together(), ExitStack() as others:
         if not processes.first:
             others.enter_context(results)
-        results.begin = processes.of_first(results.begin)
-        if processes.agree(results.seen()):
+        results.begin = processes.gathered(lambda: results.begin)[0]
+        seen = processes.gathered(results.seen)
+        if seen == seen[:1] * processes.size:
             with processes.together():
                 results.join(processes.hosts)
         yield results

@@ -125,24 +125,16 @@ class Totals(NamedTuple):
 def totals(source: Prepared, processes: Processes, *, nonzero: bool, by_channel: bool) -> Totals:
     """Numbers of a source, or of its elements that are not 0; collective over the processes, blocking.
 
-    Reads the source twice: the deviation is that from the mean, as where all is in memory.
+    Squares are summed beside the mean of a box, and what its distance from the mean of all adds: as exact as
+    where all is in memory.
     """
-    zeros = torch.zeros(source.shape[0], dtype=torch.float64)
-    count, added, _, smallest, largest = _summed(source, processes, nonzero, by_channel, zeros)
-    mean = added / count
-    _, _, squares, *_ = _summed(source, processes, nonzero, by_channel, mean)
-    return Totals(smallest, largest, mean, (squares / count).sqrt())
-
-
-def _summed(
-    source: Prepared, processes: Processes, nonzero: bool, by_channel: bool, center: torch.Tensor
-) -> torch.Tensor:
-    # Over all boxes: rows as of _sums.
-    parts = of_boxes(source, processes, lambda box: _sums(source[box], nonzero, center))
-    whole = torch.stack(parts, dim=-1)
+    parts = torch.stack(of_boxes(source, processes, lambda box: _moments(source[box], nonzero)), dim=-1)
     if not by_channel:
-        whole = whole.flatten(1)[:, None].expand(-1, len(center), -1)
-    return torch.cat([whole[:3].sum(-1), whole[3:4].amin(-1), whole[4:].amax(-1)])
+        parts = parts.flatten(1)[:, None].expand(-1, source.shape[0], -1)
+    count, means, squares, smallest, largest = parts
+    mean = (count * means).sum(-1) / count.sum(-1)
+    squares = (squares + count * (means - mean[:, None]).square()).sum(-1)
+    return Totals(smallest.amin(-1), largest.amax(-1), mean, (squares / count.sum(-1)).sqrt())
 
 
 def of_boxes(source: Prepared, processes: Processes, call: Callable[[Slices], T]) -> list[T]:
@@ -160,14 +152,15 @@ def of_boxes(source: Prepared, processes: Processes, call: Callable[[Slices], T]
     return [parts[n] for n in range(len(boxes))]
 
 
-def _sums(values: torch.Tensor, nonzero: bool, center: torch.Tensor) -> torch.Tensor:
-    # Of each channel: count, sum and sum of squares of what is left beside the center, smallest, largest.
+def _moments(values: torch.Tensor, nonzero: bool) -> torch.Tensor:
+    # Of each channel: count, mean, sum of the squares of what is left beside it, smallest, largest.
     x = values.flatten(1).double()
     chosen = x != 0 if nonzero else torch.ones_like(x, dtype=torch.bool)
-    beside = torch.where(chosen, x - center[:, None], 0)
+    count = chosen.sum(1).double()
+    mean = torch.where(chosen, x, 0).sum(1) / count.clamp(1)
+    squares = torch.where(chosen, x - mean[:, None], 0).square().sum(1)
     smallest, largest = (torch.where(chosen, x, each) for each in (inf, -inf))
-    rows = chosen.sum(1), beside.sum(1), beside.square().sum(1), smallest.amin(1), largest.amax(1)
-    return torch.stack([row.double() for row in rows])
+    return torch.stack([count, mean, squares, smallest.amin(1), largest.amax(1)])
 
 
 def longest(shape: Sequence[int]) -> int:

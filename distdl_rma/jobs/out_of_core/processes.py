@@ -75,14 +75,6 @@ class Processes:
             mine = call()
         return [mine] if self.size == 1 else list(self._comm.allgather(mine))
 
-    def of_first(self, value: Any) -> Any:
-        """The value of the first process."""
-        return value if self.size == 1 else self._comm.bcast(value)
-
-    def agree(self, value: Any) -> bool:
-        """Whether all have equal values."""
-        return self.size == 1 or all(each == value for each in self._comm.allgather(value))
-
     def share(self, result: torch.Tensor) -> None:
         """Copy the tensor of the first process to the others."""
         memory = flat_bytes(result).numpy()

@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -236,9 +235,7 @@ class Results:
         self.begin = Begin(keeps=self._keeps)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file is None:
             return
         if not self._first and error is None and self.writes:

@@ -13,9 +13,9 @@ place; one of three pages would take these two and a page behind the end::
     page    0   1   2   3   4   5   6   7
             a   a   .   .   c   c   c   d
 
-The thread is not an executor, as others of jobs are. ``free`` is called by finalizers, which may run at any
-allocation of any thread: also of one that is within ``submit`` of an executor, holds its lock, and would wait
-for itself. A put to this queue takes no lock that the thread may hold already.
+``free`` gives the thread no job. Finalizers call it, which may run at any allocation of any thread: also of
+one that is within ``submit`` of the executor, holds its lock, and would wait for itself. So the thread looks
+behind each of its jobs for what was freed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from queue import SimpleQueue
+from typing import IO
 
 import torch
 
@@ -56,7 +55,6 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 # Offset in the file and length, in bytes.
 Extent = tuple[int, int]
 _length: Callable[[Extent], int] = itemgetter(1)
-_Job = Callable[[], object]
 
 
 class Extents:
@@ -121,7 +119,7 @@ class Region:
     regions, and these would live as long as the graph that a step has left behind.
 
     The thread sets ``_source`` to None behind the write, under the lock of the file, and wakes who waits for
-    it; and ends ``_ahead``. The owner does all else. ``free`` takes no lock, since it must never wait.
+    it. The owner does all else. ``free`` takes no lock, since it must never wait.
     """
 
     def __init__(self, source: torch.Tensor, extents: list[Extent]) -> None:
@@ -142,7 +140,7 @@ class Scratch:
 
     The file is unlinked as soon as it is open: when the process ends, however it does, nothing stays. A write
     returns at once, and keeps its tensor alive until it is written. Space of freed regions is used again, and
-    the file becomes shorter when its last ones are freed, down to 1 GiB.
+    the file becomes shorter when its last ones are freed, down to 1 GiB: behind the next job of the thread.
 
     The system's page cache holds what is not on the disk yet. It counts as free memory, and the system slows
     the writing thread down when there is too much of it. Bytes behind the end of a file that became shorter
@@ -179,8 +177,8 @@ class Scratch:
         )
         with told(DataError, f"scratch: no file can be made in {self.folder}", advice, OSError):
             # O_TMPFILE where the file system has it, else a file that is unlinked at once.
-            file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
-        self._file = file.fileno()
+            self._opened = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+        self._file = self._opened.fileno()
         #: Bytes written to the file and read from it so far, and bytes in use.
         self.written_nbytes = self.read_nbytes = self.used_nbytes = 0
         #: The first error of a write; the file takes no more bytes then, unless the owner sets None.
@@ -189,15 +187,12 @@ class Scratch:
         self._space = Extents()
         # Guards all of the above, and the regions. Nobody holds it while bytes move.
         self._changed = threading.Condition()
-        # Freed regions whose space is still taken. Finalizers append to it, which wait for no lock.
-        self._freed: deque[Region] = deque()
-        # Likewise a put to this queue never waits.
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        # Freed space that is still taken. Finalizers append to it, which wait for no lock.
+        self._freed: deque[list[Extent]] = deque()
         # A fork has the file, and not the thread.
         self._process = os.getpid()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="scratch", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, file.close)
+        self._thread = ThreadPoolExecutor(1, "scratch")
+        self._end = weakref.finalize(self, _end, self._thread, self._opened)
         kind = _in_memory(self.folder)
         if kind and not launched()[0]:
             warnings.warn(
@@ -239,7 +234,7 @@ class Scratch:
             region = Region(source, self._space.take(taken))
             self.used_nbytes += taken
             self._waiting_nbytes += source.nbytes
-        self._jobs.put(partial(self._write, region))
+            self._thread.submit(self._write, region)
         return region
 
     def wait(self, region: Region) -> None:
@@ -269,8 +264,7 @@ class Scratch:
         """
         self._check_open()
         self.cancel(region)
-        region.into, region._ahead = into, Future()
-        self._jobs.put(partial(self._prefetch, region, region._ahead))
+        region.into, region._ahead = into, self._thread.submit(self._prefetch, region, into)
 
     def cancel(self, region: Region) -> bool:
         """Give up the prefetch of a region, if there is one, and its tensor; returns whether that is filled.
@@ -302,17 +296,17 @@ class Scratch:
     def free(self, region: Region) -> None:
         """Give the space of a region back; idempotent, never blocks. What is not written yet never is."""
         if not region._freed:
-            region._freed, region._source = True, None
-            self._freed.append(region)
-            self._jobs.put(self._shorten)
+            region._freed, region._source, region.into = True, None, None
+            self._freed.append(region._extents)
 
     def close(self) -> None:
         """Give all space back; idempotent. What is being written or read ends first."""
-        self._end()
         with self._changed:
+            self._end.detach()
             self._changed.notify_all()
-        if self._thread is not threading.current_thread() and os.getpid() == self._process:
-            self._thread.join()
+        if os.getpid() == self._process:
+            self._thread.shutdown()
+        self._opened.close()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -339,6 +333,7 @@ class Scratch:
             if not error:
                 region._source = None
             self._changed.notify_all()
+        self._shorten()
 
     def _put(self, region: Region, source: torch.Tensor) -> None:
         memory = source.numpy().data
@@ -347,16 +342,10 @@ class Scratch:
             write_at(self._file, part, at)
             self.written_nbytes += len(part)
 
-    def _prefetch(self, region: Region, ahead: Future[None]) -> None:
-        # The owner sets ``into`` to None before it cancels, and no other one before that.
-        into = region.into
-        if into is None or region._freed or self.closed or not ahead.set_running_or_notify_cancel():
-            return
-        try:
+    def _prefetch(self, region: Region, into: torch.Tensor) -> None:
+        if not region._freed:
             self._fetch(region, into)
-            ahead.set_result(None)
-        except Exception as error:  # noqa: BLE001
-            ahead.set_exception(error)
+        self._shorten()
 
     def _fetch(self, region: Region, into: torch.Tensor) -> None:
         target, source = into.view(-1).view(torch.uint8), region._source
@@ -377,19 +366,15 @@ class Scratch:
     def _collect(self) -> None:
         with self._changed:
             while self._freed:
-                region = self._freed.popleft()
-                for extent in region._extents:
+                for extent in self._freed.popleft():
                     self._space.give(extent)
                     self.used_nbytes -= extent[1]
 
     def _shorten(self) -> None:
         # Pages of the system's cache behind the new end are dropped and never written. Only this thread
         # writes, so that nothing lies there that is in use.
-        if self.closed:
-            return
         self._collect()
-        with self._changed:
-            end = max(self._space.end, _KEPT_NBYTES)
+        end = max(self._space.end, _KEPT_NBYTES)
         if end < os.fstat(self._file).st_size:
             os.ftruncate(self._file, end)
 
@@ -404,16 +389,10 @@ class Scratch:
         )
 
 
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    # Between jobs the thread refers to no scratch file, so that one which nobody uses is closed.
-    while (job := jobs.get()) is not None:
-        job()
-        del job
-
-
-def _end(jobs: SimpleQueue[_Job | None], close: _Job) -> None:
-    jobs.put(close)
-    jobs.put(None)
+def _end(thread: ThreadPoolExecutor, file: IO[bytes]) -> None:
+    # Of a file that nobody uses: jobs would refer to it, so that there are none.
+    thread.shutdown(wait=False)
+    file.close()
 
 
 def _in_memory(folder: Path) -> str:

@@ -454,8 +454,8 @@ class AdaptiveAvgPooling(WindowOperation[AdaptiveOptions]):
     def _prepare(self, source: Decomposition, options: AdaptiveOptions) -> None:
         windows = options.windows(self.extents)
         self._result_dtype, self.dtype = self.dtype, sum_dtype(self.dtype)
-        readers = (ReadersSplit(*both) for both in zip(source.splits[LEADING:], windows, strict=True))
-        sums = source.with_splits(dict(enumerate(readers, LEADING)))
+        readers = zip(source.splits[LEADING:], windows, [w.outputs for w in windows], strict=True)
+        sums = source.with_splits(dict(enumerate((ReadersSplit(*each) for each in readers), LEADING)))
         outputs, own = self.box, source.box(self.rank)
         self.works, self.box = self.reads, sums.box(self.rank)
         self.scatter = movement_or_none(self.site, sums, self.output, self.dtype, "sums")

@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from struct import unpack
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -318,11 +317,8 @@ def _tiff(path: str, name: str | None) -> tuple[Any, Dimensions]:
 def _check_pages(path: str, file: Any) -> None:
     # Tifffile leaves out the pages that lie behind the end of a truncated file: a volume with fewer slices,
     # and no error. The last page names the place of the next one, which must be none.
-    kind, handle = file.tiff, file.filehandle
-    handle.seek(file.pages[-1].offset)
-    (tags,) = unpack(kind.tagnoformat, handle.read(kind.tagnosize))
-    handle.seek(tags * kind.tagsize, os.SEEK_CUR)
-    if handle.read(kind.offsetsize) != bytes(kind.offsetsize):
+    file.filehandle.seek(file.pages.next_page_offset)
+    if file.filehandle.read(file.tiff.offsetsize) != bytes(file.tiff.offsetsize):
         raise DataError(
             f"{path}: ends before its last page, of {len(file.pages)} or more; the file is truncated: copy or"
             " write it again"

@@ -16,6 +16,7 @@ error. Files change while a job runs: the version that the server names is compa
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -116,12 +117,8 @@ def _blocks(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
 
 def meet_receiver() -> None:
     """Wait until the thread that receives bytes does nothing else."""
-
-    async def nothing() -> None:
-        pass
-
     asyn = needed("fsspec.asyn", "remote")
-    asyn.sync(asyn.get_loop(), nothing)
+    asyn.sync(asyn.get_loop(), asyncio.sleep, 0)
 
 
 class UrlFile(RawIOBase):
@@ -162,16 +159,9 @@ def filesystem(url: str) -> tuple[Any, str]:
         )
         chosen = fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})
         options["client_kwargs"] = {"timeout": timeout, **chosen, "middlewares": (_range_alone,)}
-    try:
+    # Its own words name the package that it lacks.
+    with told(ArgumentError, f"{url}: fsspec", of=ValueError), told(DataError, url, of=ImportError):
         files = fsspec.filesystem(protocol, **options)
-    except ValueError as error:
-        raise ArgumentError(f"{url}: {error}; fsspec {fsspec.__version__} has no such protocol") from error
-    except ImportError as error:
-        known = import_module("fsspec.registry").known_implementations
-        package = known[protocol]["class"].partition(".")[0]
-        raise DataError(
-            f"{url}: is read by {package}, which is not installed: pip install {package}"
-        ) from error
     return files, files._strip_protocol(url)
 
 

@@ -469,7 +469,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(comm, kept):
     kept.save({"x": 1}, 1)
     for state, step, error, words in (
         ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
-        ({"x": 1}, -1, ConfigurationError, "from 0 on, got -1"),
+        ({"x": 1}, -1, ConfigurationError, "step is an integer, at least 0, got -1"),
         (
             nn.Linear(1, 1),
             2,
@@ -484,7 +484,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(comm, kept):
     if comm.size > 1:
         with pytest.raises(MismatchError, match="at steps from 0 to"):
             kept.due(comm.rank)
-    with pytest.raises(ConfigurationError, match=r"from 0 on, (got -1|another rank got)"):
+    with pytest.raises(ConfigurationError, match=r"at least 0, (got -1|another rank got)"):
         kept.due(-1 if comm.rank == comm.size - 1 else 3)
     assert kept.restore({"x": 0}) == 1
 

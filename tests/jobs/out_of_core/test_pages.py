@@ -25,7 +25,7 @@ class Watched(Pages):
 
 
 def written(pages):
-    return 0 if pages._scratch is None else pages._scratch.written_nbytes
+    return pages._scratch().written_nbytes if pages._scratch.cache_info().currsize else 0
 
 
 def wait_for_all(comm, arrived):

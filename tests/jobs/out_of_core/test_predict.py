@@ -32,7 +32,7 @@ from distdl_rma import (
 )
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.jobs.data import sinks
-from distdl_rma.jobs.out_of_core.inference import Inference, fixed_tensors, twin_of
+from distdl_rma.jobs.out_of_core.inference import Forward, Inference, fixed_tensors, twin_of
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.jobs.out_of_core.results import Results
 from distdl_rma.jobs.out_of_core.scratch import Scratch
@@ -46,7 +46,8 @@ class Run(Inference):
     """A forward on virtual ranks: the result, who waited where, and what was left of the messages."""
 
     def __init__(self, model, x, blocks, folder, limit=1 << 40, post=None):
-        super().__init__(model, post, [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)])
+        splits = [Balanced(n, b) for n, b in zip(x.shape, blocks, strict=True)]
+        super().__init__(Forward(model, post, x.dtype), splits)
         self.waits, self.done = [], []
         self.pages = Pages(limit, lambda: Scratch(folder), self._wait)
         self.mailbox, self._y, self._x = Mailbox(), {}, x

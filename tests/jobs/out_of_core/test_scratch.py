@@ -305,7 +305,8 @@ def test_no_file_is_seen_and_none_stays_after_a_kill(tmp_path):
 
 def test_an_unused_file_closes_itself_with_its_thread(tmp_path):
     scratch = Scratch(tmp_path)
-    region, thread, number = scratch.write(torch.ones(PAGE)), scratch._thread, scratch._file
+    region, number = scratch.write(torch.ones(PAGE)), scratch._file
+    (thread,) = scratch._thread._threads
     scratch.wait(region)
     del scratch
     gc.collect()

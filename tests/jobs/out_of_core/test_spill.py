@@ -276,7 +276,7 @@ def test_a_graph_outlives_its_context_object_and_then_frees_its_file(tmp_path):
     x = torch.randn(1000, requires_grad=True)
     with spill(tmp_path, KIB) as disk:
         loss = x.exp().sin().sum()
-    thread = disk._scratch._thread
+    (thread,) = disk._scratch._thread._threads
     del disk
     gc.collect()
     assert thread.is_alive()

@@ -167,9 +167,9 @@ def test_what_is_not_read_from_servers_says_so(server, tmp_path, monkeypatch):
         create_array(f"{server.url}/y.npy", (4,), like=shard((1,), torch.zeros(4)))
 
 
-def test_a_missing_package_of_servers_is_named_with_its_command(monkeypatch):
+def test_a_missing_package_of_servers_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(DataError, match="pip install gcsfs"):
+    with pytest.raises(DataError, match=r"gs:.*install gcsfs"):
         open_array("gs://bucket/x.npy")
     for package in ("aiohttp", "fsspec"):
         monkeypatch.setitem(sys.modules, package, None)

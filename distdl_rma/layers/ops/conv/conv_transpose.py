@@ -27,7 +27,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.box import LEADING, Box
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.geometry.halo import ContributorsSplit, Stencil, Window
+from distdl_rma.geometry.halo import ReadersSplit, Stencil, Window
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.conv.convolution import GridConvolution
@@ -132,10 +132,10 @@ def _contributors(stencil: Stencil, source: Decomposition, output: Decomposition
     for d, window in enumerate(stencil.windows, LEADING):
         split, n = output.splits[d], source.shape[d]
         if split.parts > 1:
-            found[d] = inputs = ContributorsSplit(split, window, n)
+            found[d] = inputs = ReadersSplit(split, window, n)
             parts = [part for part in range(split.parts) if split.interval(part)[0] < split.interval(part)[1]]
             missing = (crop(window, inputs.interval(p), split.interval(p))[0] for p in parts)
-            found[d] = ContributorsSplit(split, window, n, max(missing, default=0))
+            found[d] = ReadersSplit(split, window, n, max(missing, default=0))
     return found
 
 
