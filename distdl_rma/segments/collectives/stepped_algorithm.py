@@ -129,7 +129,8 @@ class SteppedAlgorithm(Scripted, ABC):
                 self.between.close()
             return complete
 
-        self.manager.retire(self.memory, idle)
+        if not self.manager.closed:
+            self.manager.retire(self.memory, idle)
 
     def waiting(self) -> WaitReason:
         """Ranks that the step waits for, for messages."""

@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import Any, Self, TypeVar, cast
 
-import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -356,10 +355,6 @@ class VirtualComm:
     def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
         return reduce(op, self._copies(value))
 
-    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:
-        mine = out if data is MPI.IN_PLACE else data
-        out[...] = reduced(self._gathered(mine.copy()), op)
-
     def Barrier(self) -> None:
         self._gathered(None)
 
@@ -418,15 +413,10 @@ class VirtualComm:
 
     def Ibcast(self, data: Any, root: int) -> VirtualRequest:
         array = flat(data)
-        if self.rank == root:
-            return self._begin("Ibcast", array.copy, ())
-        return self._begin("Ibcast", None, [root], [array])
+        return self._begin("Ibcast", array.copy if self.rank == root else None, [root], [array])
 
     def Iallgather(self, data: Any, out: Any) -> VirtualRequest:
-        everyone = range(self.size)
-        return self._begin(
-            "Iallgather", flat(data).copy, everyone, [flat(out)], lambda found: [np.concatenate(found)]
-        )
+        return self.Iallgatherv(data, [flat(out), ([flat(data).size] * self.size, None)])
 
     def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
         into, places = flat(out), _places(out[1])
@@ -447,17 +437,15 @@ class VirtualComm:
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:
-        mine = _places((counts, None))[self.rank]
-
-        def share(found: list[Any]) -> list[NDArray[Any]]:
-            return [reduced([array[mine] for array in found], op)]
-
-        return self._begin("Ireduce_scatter", data.copy, range(self.size), [out], share)
+        mine, everyone = _places((counts, None))[self.rank], range(self.size)
+        return self._begin(
+            "Ireduce_scatter", data.copy, everyone, [out], lambda all_: [reduced([x[mine] for x in all_], op)]
+        )
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
-        rows = self._gathered((color, key, self.rank))
-        members = [rank for theirs, _, rank in sorted(rows) if theirs == color]
-        return self._of(members, ("split", self._calls["all"]))
+        rows = sorted(self._gathered((color, key, self.rank, list[_Together]())))
+        _, _, members, places = zip(*(row for row in rows if row[0] == color), strict=True)
+        return self._of(members, places[0])
 
     def Split_type(self, kind: int) -> VirtualComm:
         return self.Split(self.network.nodes[self._whole])
@@ -466,20 +454,14 @@ class VirtualComm:
         return self.Split()
 
     def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:
-        kind = "group", group.members
-        self._gathered(None, kind, len(group.members))
-        return self._of(group.members, (kind, self._calls[kind]))
+        places = self._gathered(list[_Together](), ("group", group.members), len(group.members))
+        return self._of(group.members, places[0])
 
-    def _of(self, members: Sequence[int], key: object) -> VirtualComm:
-        # The first member that comes makes the state that the members share.
-        made = self._together.values["made", key, tuple(members)]
-        if not made:
-            made[0] = _Together(self._together.turns, [self._together.members[each] for each in members])
-        together = made[0]
-        made[1] = made.get(1, 0) + 1
-        if made[1] == len(members):
-            del self._together.values["made", key, tuple(members)]
-        return VirtualComm(members.index(self.rank), cast(_Together, together))
+    def _of(self, members: Sequence[int], place: list[_Together]) -> VirtualComm:
+        # The first member that comes here makes the state that the members share, in a place of one of them.
+        if not place:
+            place.append(_Together(self._together.turns, [self._together.members[each] for each in members]))
+        return VirtualComm(members.index(self.rank), place[0])
 
     def Isend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:
         _, read = self._post(data, dest, tag)
