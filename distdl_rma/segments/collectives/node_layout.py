@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
+from distdl_rma.segments.memory.array_bytes import as_count
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,7 @@ class NodeLayout:
 
 def check_count(count: object, who: str) -> int:
     """Return a number of elements; ``ShapeError``, which names ``who`` asked, if it is invalid."""
-    try:
-        number = as_int(count)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if isinstance(count, bool) or number < 0:
-        raise ShapeError(f"{who!r}: a number of elements is an integer of at least 0, got {count!r}")
-    return number
+    return as_count(count, f"{who!r}: a number of elements is an integer", ShapeError)
 
 
 def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:

@@ -177,12 +177,6 @@ class _Letter:
         data = cast(bytes, self.data)
         flat(target).data[: len(data)] = data
 
-    def describe(self, status: MPI.Status | None) -> None:
-        """Write where the message comes from, and its length, to a probe's status."""
-        if status is not None:
-            status.source, status.tag = self.source, self.tag
-            status.Set_elements(MPI.BYTE, len(cast(bytes, self.data)))
-
 
 class _Mailbox(list[_Letter]):
     """Messages to a rank of a communicator, in the order in which they were sent."""
@@ -317,15 +311,12 @@ class VirtualComm:
         while self.at_end:
             self.at_end.pop()(error)
 
-    def shown(self, value: Any) -> list[Any]:
+    def shown(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
         """Return the values of all ranks, not copies of them; blocking, collective.
 
-        So ranks of a node get each other's memory, which ``allgather`` would copy.
+        So ranks of a node get each other's memory, which ``allgather`` would copy. A call of another ``kind``
+        is one of ``count`` ranks.
         """
-        return self._gathered(value)
-
-    def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
-        # Values of all ranks, or of ``count`` of them, that make a call of this kind; blocking.
         count = count or self.size
         key = kind, self._calls[kind]
         self._calls[kind] += 1
@@ -340,7 +331,7 @@ class VirtualComm:
 
     def _copies(self, value: Any) -> list[Any]:
         # Copied by pickle, as in mpi4py, so that ranks do not share objects by accident.
-        return [pickle.loads(each) for each in self._gathered(pickle.dumps(value))]
+        return [pickle.loads(each) for each in self.shown(pickle.dumps(value))]
 
     def allgather(self, value: Any) -> list[Any]:
         return self._copies(value)
@@ -356,7 +347,7 @@ class VirtualComm:
         return reduce(op, self._copies(value))
 
     def Barrier(self) -> None:
-        self._gathered(None)
+        self.shown(None)
 
     barrier = Barrier
 
@@ -443,7 +434,7 @@ class VirtualComm:
         )
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
-        rows = sorted(self._gathered((color, key, self.rank, list[_Together]())))
+        rows = sorted(self.shown((color, key, self.rank, list[_Together]())))
         _, _, members, places = zip(*(row for row in rows if row[0] == color), strict=True)
         return self._of(members, places[0])
 
@@ -454,7 +445,7 @@ class VirtualComm:
         return self.Split()
 
     def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:
-        places = self._gathered(list[_Together](), ("group", group.members), len(group.members))
+        places = self.shown(list[_Together](), ("group", group.members), len(group.members))
         return self._of(group.members, places[0])
 
     def _of(self, members: Sequence[int], place: list[_Together]) -> VirtualComm:
@@ -506,8 +497,9 @@ class VirtualComm:
         letter = self._together.mail[self.rank].first(source, tag)
         if letter is None:
             self.look()
-        else:
-            letter.describe(status)
+        elif status is not None:
+            status.source, status.tag = letter.source, letter.tag
+            status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))
         return letter is not None
 
     def Improbe(self, *, status: MPI.Status | None = None) -> _Letter | None:
