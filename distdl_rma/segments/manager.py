@@ -334,19 +334,16 @@ class SegmentManager(SegmentContext, Uncopyable):
             self.keep_until_process_ends()
             self.segment.abandon()
             return
-        self._drop_unmatched()
-        self.communicators.close()
-        self._header.close()
-        self.notices.close()
-        self.segment.close()
-        self.comm.Free()
-
-    def _drop_unmatched(self) -> None:
         # Receives messages of abandoned handshakes: MPI may give a later communicator the same context, and
         # its receives would match them. All ranks have met, so these messages have arrived.
         status = MPI.Status()
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+        self.communicators.close()
+        self._header.close()
+        self.notices.close()
+        self.segment.close()
+        self.comm.Free()
 
     def meet_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close; return whether all came. Blocking while all ranks live.

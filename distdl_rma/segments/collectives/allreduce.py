@@ -218,7 +218,8 @@ class _AllreduceByNodes(SteppedAlgorithm):
             cut.reduce()
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(len(self._pieces))))
-        self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
+        self._counters.puts += len(cut.others)
+        self._counters.bytes_put += len(cut.others) * cut.mine.nbytes
 
     def _cut(self, rows: list[Array]) -> _Cut:
         shares = [row[self._share] for row in rows]

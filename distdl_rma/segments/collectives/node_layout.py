@@ -51,14 +51,6 @@ class NodeLayout:
             )
         return cls(chosen, machine_nodes, me)
 
-    def checked_root(self, root: int | None, who: str) -> int:
-        """Root that a caller gave, the first rank if None; ``PartitionError`` if it is not in ``ranks``."""
-        if root is None:
-            return self.ranks[0]
-        if root not in self.ranks:
-            raise PartitionError(f"{who!r}: the root is one of the ranks {self.ranks}, got {root!r}")
-        return root
-
     @cached_property
     def nodes(self) -> Groups:
         """The ranks of each node, both in the order of ``ranks``."""
@@ -118,12 +110,3 @@ class NodeLayout:
 def check_count(count: object, who: str) -> int:
     """Return a number of elements; ``ShapeError``, which names ``who`` asked, if it is invalid."""
     return as_count(count, f"{who!r}: a number of elements is an integer", ShapeError)
-
-
-def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:
-    """Return a number of elements per rank, given one for all or for each; ``ShapeError`` if invalid."""
-    if not isinstance(count, Sequence):
-        return (check_count(count, who),) * size
-    if len(count) != size:
-        raise ShapeError(f"{who!r}: {size} ranks need {size} numbers of elements, got {tuple(count)}")
-    return tuple(check_count(number, who) for number in count)

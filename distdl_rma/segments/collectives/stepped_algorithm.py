@@ -176,11 +176,6 @@ class SteppedAlgorithm(Scripted, ABC):
         copy(target, source)
         self.count_gets(1, source.nbytes)
 
-    def count_puts(self, number: int, nbytes: int) -> None:
-        """Count stores to peers."""
-        self._counters.puts += number
-        self._counters.bytes_put += nbytes
-
     def count_gets(self, number: int, nbytes: int) -> None:
         """Count loads from peers."""
         self._counters.gets += number

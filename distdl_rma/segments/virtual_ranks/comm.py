@@ -268,11 +268,6 @@ class VirtualComm:
             self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
 
-    def pause(self) -> None:
-        """Let other ranks run, as a process does that sleeps."""
-        self._check_thread()
-        self._together.turns.pause(self._whole)
-
     def look(self) -> None:
         """Record that this rank has looked in vain for others; after many looks it hands over."""
         here = _here.comm
@@ -305,11 +300,6 @@ class VirtualComm:
             yield
         finally:
             _here.comm = None
-
-    def end(self, error: BaseException | None) -> None:
-        """Call the functions of ``at_end_of_rank``."""
-        while self.at_end:
-            self.at_end.pop()(error)
 
     def shown(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
         """Return the values of all ranks, not copies of them; blocking, collective.
