@@ -91,10 +91,10 @@ class _Clock:
         if comm is None:
             self._sleep(seconds)
             return
-        until = time.monotonic() + seconds
-        comm.pause()
+        until, turns = time.monotonic() + seconds, comm._together.turns
+        turns.pause(comm._whole)
         while time.monotonic() < until:
-            comm.pause()
+            turns.pause(comm._whole)
 
 
 def _warnings_of_rank() -> tuple[Any, ...]:

@@ -1,9 +1,6 @@
 """Comparison of ranks by numbers, and by words only where the numbers differ.
 
-``Consensus`` and ``gather_words`` compare at once. ``words_of`` and ``are_equal`` compare by an allreduce
-that sums other numbers too. ``together`` gives local work of all ranks one outcome.
-
-Two steps, of which the second is rare::
+``together`` gives local work of all ranks one outcome. Two steps, of which the second is rare::
 
     every rank:  title, 3 integers  ->  smallest and largest of each, over all ranks
                  smallest == largest: all agree, done              usual; as long as a barrier
@@ -39,10 +36,6 @@ _PASS_NBYTES, _ALL_NBYTES = 512, 1 << 20
 _LEAST_NBYTES = 64
 # Bytes of a title with its fingerprint, and digits of the fingerprint, which comes first.
 _TITLE_NBYTES, _CODE = 192, 14
-# Bits of half a code: float64 adds squares and products of halves exactly, on thousands of ranks.
-_BITS = 20
-# Number of elements that ``words_of`` returns.
-WORDS = 4
 _code = lru_cache(1 << 10)(fingerprint)
 
 
@@ -51,8 +44,9 @@ class Consensus(EqualityCheck):
 
     Ranks compare three integers at a place of the program, its ``title``. If these are equal, as usual, that
     costs O(log P) messages of a few words. Only if they differ, each rank sends a row of bytes to all ranks.
-    Ranks with different titles all raise the same ``MismatchError``. The memory is small, and stays until the
-    machine is closed. Local to construct; the first start connects, and is collective.
+    Ranks with different titles all raise the same ``MismatchError``. The first of the four ``largest`` and
+    ``smallest`` integers is that of the titles. The memory is small, and stays until the machine is closed.
+    Local to construct; the first start connects, and is collective.
     """
 
     def __init__(self, manager: SegmentManager, ranks: Sequence[int]) -> None:
@@ -92,16 +86,6 @@ class Consensus(EqualityCheck):
         """Whether all ranks send the same three integers; blocking until all have sent theirs."""
         return self.wait(timeout, self.start(title, *words))
 
-    @property
-    def largest(self) -> tuple[int, ...]:
-        """The largest of each integer in the last epoch."""
-        return super().largest[1:]
-
-    @property
-    def smallest(self) -> tuple[int, ...]:
-        """The smallest of each integer in the last epoch."""
-        return super().smallest[1:]
-
     def gather(self, title: str, row: bytes) -> list[bytes]:
         """Rows of all ranks, in their order; blocking, collective. After a timeout the call can be repeated.
 
@@ -112,7 +96,7 @@ class Consensus(EqualityCheck):
             if self.alike(title, len(row), fingerprint(row), 0):
                 return [row] * len(self.ranks)
             self._gathering = title, row
-        found = self.rows(row, self.largest[0])
+        found = self.rows(row, self.largest[1])
         self._gathering = None
         return found
 
@@ -136,7 +120,7 @@ class Consensus(EqualityCheck):
         return [each[4 : 4 + int.from_bytes(each[:4], "little")] for each in found]
 
     def _explain(self) -> None:
-        (least, *_), (most, *_) = super().smallest, super().largest
+        (least, *_), (most, *_) = self.smallest, self.largest
         if least == most:
             return
         # Ranks with another title run this too.
@@ -166,28 +150,6 @@ def gather_words(
     texts = Consensus.of(manager, ranks).gather(name, json.dumps(words).encode())
     decoded = {text: json.loads(text) for text in set(texts)}
     return {rank: decoded[text] for rank, text in zip(ranks, texts, strict=True)}
-
-
-def halves(number: int) -> tuple[int, int]:
-    """The lowest 20 bits of a number, and the 20 bits above them."""
-    return number % (1 << _BITS), (number >> _BITS) % (1 << _BITS)
-
-
-@lru_cache
-def words_of(facts: str) -> tuple[int, int, int, int]:
-    """Numbers that a rank adds for its facts: the halves of a code of 40 bits, each with its square."""
-    low, high = halves(fingerprint(facts))
-    return low, low**2, high, high**2
-
-
-def are_equal(sums: Sequence[float], ranks: int) -> bool:
-    """Whether so many ranks have added the same words.
-
-    P numbers are equal if and only if P times the sum of their squares is the square of their sum. So one
-    allreduce that a layer needs anyway carries the comparison, in four more numbers.
-    """
-    low, low_squares, high, high_squares = map(int, sums)
-    return low_squares * ranks == low**2 and high_squares * ranks == high**2
 
 
 @contextmanager

@@ -28,14 +28,13 @@ from typing import Protocol
 from mpi4py import MPI
 
 from distdl_rma.errors import (
-    ArgumentError,
     DistdlError,
     ExchangeTimeout,
     PartitionError,
     PeerFailedError,
     SegmentError,
 )
-from distdl_rma.segments.memory.array_bytes import as_integer
+from distdl_rma.segments.memory.array_bytes import as_count
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork
 from distdl_rma.segments.options import SegmentOptions, chosen_progress, chosen_timeout, thread_level
@@ -127,13 +126,6 @@ class SegmentStats:
     owners: dict[str, tuple[int, int]]
 
 
-def _at_least_0(number: object, what: str) -> int:
-    found = as_integer(number, f"{what}, at least 0")
-    if found < 0 or isinstance(number, bool):
-        raise ArgumentError(f"{what}, at least 0, got {number!r}")
-    return found
-
-
 class Tenant(Protocol):
     """Object whose memory lies in the segment."""
 
@@ -214,8 +206,8 @@ class SegmentManager(SegmentContext, Uncopyable):
         Interface document, chapter 2.
         """
         self.check_open()
-        nbytes = _at_least_0(size, "a buffer's size is a whole number of bytes")
-        words = _at_least_0(notifications, "a buffer has a whole number of notifications")
+        nbytes = as_count(size, "a buffer's size is a whole number of bytes")
+        words = as_count(notifications, "a buffer has a whole number of notifications")
         self._reclaim()
         try:
             return SegmentBuffer(self, nbytes, words, owner)
@@ -342,19 +334,16 @@ class SegmentManager(SegmentContext, Uncopyable):
             self.keep_until_process_ends()
             self.segment.abandon()
             return
-        self._drop_unmatched()
-        self.communicators.close()
-        self._header.close()
-        self.notices.close()
-        self.segment.close()
-        self.comm.Free()
-
-    def _drop_unmatched(self) -> None:
         # Receives messages of abandoned handshakes: MPI may give a later communicator the same context, and
         # its receives would match them. All ranks have met, so these messages have arrived.
         status = MPI.Status()
         while (found := self.comm.Improbe(status=status)) is not None:
             found.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+        self.communicators.close()
+        self._header.close()
+        self.notices.close()
+        self.segment.close()
+        self.comm.Free()
 
     def meet_at_exit(self, say: Callable[[str], object]) -> bool:
         """Wait until all ranks are about to close; return whether all came. Blocking while all ranks live.

@@ -231,7 +231,7 @@ class Checkpoints:
         written = int(bool(self._jobs) and self._jobs[0].is_written())
         check = Consensus.of(self._machine.segments, self._machine.ranks)
         check.alike(self._call, written, int(self._signalled), step)
-        found = check.smallest, check.largest
+        found = check.smallest[1:], check.largest[1:]
         if found[0][0]:
             self._complete()
         return found

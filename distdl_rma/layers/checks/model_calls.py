@@ -160,7 +160,7 @@ class Calls:
 
     def _explain(self, described: Callable[[], str]) -> None:
         # Raises for the difference that hashes have shown; not for inputs, or what a check finds harmless.
-        (*smallest, _), (*largest, _) = self._consensus.smallest, self._consensus.largest
+        (_, *smallest, _), (_, *largest, _) = self._consensus.smallest, self._consensus.largest
         if smallest != largest:
             texts = self._gather(described(), "differences")
             raise MismatchError(f"{self._name}: the ranks call it in different ways: {by_ranks(texts)}")
@@ -182,7 +182,7 @@ class Calls:
             self._machine.labels.make_readable(error)
             self._machine.fail(error)
             raise
-        if self._consensus.largest[0] == _RAISED:
+        if self._consensus.largest[1] == _RAISED:
             # Wait for the failure notice of the rank that raised.
             self._machine.segments.waiter.until(lambda: False, self._consensus.missing, 10 * _GRACE_SECONDS)
         if problem := self._function_difference(trace) or self._plain_difference(trace):

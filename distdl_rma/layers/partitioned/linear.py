@@ -13,13 +13,12 @@ Which is best follows from the sizes: the rows form moves the input, the columns
 
 from __future__ import annotations
 
-from operator import index as as_int
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from distdl_rma.errors import ArgumentError, PartitionError, UnsupportedError
+from distdl_rma.errors import PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.linear import (
     BLOCKS,
@@ -32,10 +31,9 @@ from distdl_rma.layers.ops.linear import (
 from distdl_rma.layers.partitioned.core.arguments import (
     OF_TENSORS,
     PlacedOptions,
-    by_name,
-    check_device,
     check_dims,
     placed_options,
+    torchs_layer,
 )
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts, check_weights, source_of
 from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
@@ -90,26 +88,20 @@ class DistributedLinear(OperatorLayer[SplitLinear], nn.Linear):
     def __init__(
         self, P_x: Partition, P_y: Partition, P_W: Partition, *arguments: Any, **options: Any
     ) -> None:
-        kind = type(self).__name__
         own, placement = placed_options(type(self), self._allowed, options)
-        # No torch layer checks the arguments here: it would hold the whole weight on every rank.
-        given = by_name(type(self), *arguments, **options)
         grid = _checked_grid(type(self), P_x, P_y, P_W)
-        for what in ("in_features", "out_features"):
-            count = given[what]
-            if not isinstance(count, SupportsIndex) or as_int(count) < 0:
-                raise ArgumentError(f"{kind}: {what} is a number of features, at least 0, got {count!r}")
-        check_device(kind, given.get("device"))
-        dtype = given.get("dtype")
-        if dtype not in (None, *_DTYPES):
-            raise UnsupportedError(f"{kind}: dtype is one of {_DTYPES}, got {dtype}")
+        # Without memory: it would hold the whole weight on every rank.
+        like = torchs_layer(type(self), *arguments, **options, memory=False)
+        dtype = like.weight.dtype
+        if dtype not in _DTYPES:
+            raise UnsupportedError(f"{type(self).__name__}: dtype is one of {_DTYPES}, got {dtype}")
         P_w = P_W.create_cartesian_topology_partition(grid)
         super().__init__(P_x, P_y, P_w, **own)
+        self.take_over(like)
         self.P_w, self.placement, self.weights = P_w, placement, placement
-        self.in_features, self.out_features = as_int(given["in_features"]), as_int(given["out_features"])
-        self.grid = LinearGrid(P_w, self.in_features, self.out_features)
-        values = linear_values(self.in_features, self.out_features, given.get("bias", True), dtype)
-        self.place(values, self._placement)
+        rows, columns = like.weight.shape
+        self.grid = LinearGrid(P_w, columns, rows)
+        self.place(linear_values(columns, rows, like.bias is not None, dtype), self._placement)
 
     def _placement(self, key: str) -> Placement:
         pattern = self.placement if self.P_w.shape[BLOCKS] > 1 else "replicated"

@@ -351,9 +351,8 @@ class DistributedRunningNorm(DistributedNorm, batchnorm._NormBase):
     def mode(self) -> dict[str, Any]:
         """As in the base, with the statistics that a call normalises by, and the update of running ones."""
         by_batch, tracks = self.statistics_mode()
-        eps = None if self.eps is None else float(self.eps)
         momentum = float(self.momentum) if tracks and self.momentum is not None else None
-        return {"eps": eps, "by_batch": by_batch, "tracks": tracks, "momentum": momentum}
+        return super().mode() | {"by_batch": by_batch, "tracks": tracks, "momentum": momentum}
 
     def run(
         self, agreement: Agreement[Normalisation], xs: Sequence[Tensor], weights: Mapping[str, Tensor]

@@ -94,7 +94,7 @@ class AllPush:
     def start(self, row: NDArray[Any]) -> None:
         """Push a copy of this rank's vector; does not wait. The first start connects, which blocks."""
         if self._closed or self._manager.closed:
-            self._check()
+            raise self._manager.closed_error(f"vectors {self._name!r}")
         if self.epoch != self._waited:
             # An error may have interrupted the epoch: raise its cause first.
             self._manager.notices.check()
@@ -134,7 +134,7 @@ class AllPush:
         self._acquire()
         return True
 
-    def missing(self) -> WaitReason:
+    def waiting(self) -> WaitReason:
         """Ranks whose vectors are missing, for messages."""
         silent = tuple(self._ranks[at] for at in self._others if self._words[at] < self.epoch)
         late = silent or tuple(remote.peer for remote in self._remote if not remote.delivered())
@@ -147,9 +147,9 @@ class AllPush:
         They lie in the segment, and are valid until the next start but one.
         """
         if self._closed or self._manager.closed:
-            self._check()
+            raise self._manager.closed_error(f"vectors {self._name!r}")
         if not self.arrived():
-            self._manager.waiter.until(self.arrived, self.missing, timeout)
+            self._manager.waiter.until(self.arrived, self.waiting, timeout)
         self._waited = self.epoch
         rows: NDArray[Any] = self._slots[self.epoch & 1]
         return rows
@@ -160,10 +160,6 @@ class AllPush:
             self._closed = True
             if not self._manager.closed:
                 self._manager.retire(self._memory, self.arrived)
-
-    def _check(self) -> None:
-        if self._closed or self._manager.closed:
-            raise self._manager.closed_error(f"vectors {self._name!r}")
 
     def _slot(self, parity: int) -> int:
         return (parity * len(self._ranks) + self._me) * self._nbytes

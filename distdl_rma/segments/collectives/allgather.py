@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Listed
 from distdl_rma.segments.collectives.collective import Collective, CollectiveSite
-from distdl_rma.segments.collectives.node_layout import check_count, check_lengths
+from distdl_rma.segments.collectives.node_layout import check_count
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.collectives.stepped_algorithm import SteppedAlgorithm
 from distdl_rma.segments.large_arrays import copy
@@ -62,7 +63,11 @@ class Allgather(Collective):
         name: str = "allgather",
     ) -> None:
         site = CollectiveSite.checked(manager, ranks, name)
-        self.counts = check_lengths(count, len(site.layout.ranks), name)
+        size = len(site.layout.ranks)
+        counts = count if isinstance(count, Sequence) else (count,) * size
+        if len(counts) != size:
+            raise ShapeError(f"{name!r}: {size} ranks need {size} numbers of elements, got {tuple(counts)}")
+        self.counts = tuple(check_count(number, name) for number in counts)
         self.dtype = ArrayLayout(dtype, sum(self.counts)).dtype
         terms = f"collective=Allgather\ncounts={self.counts}"
         super().__init__(_AllgatherByNodes(site, self.counts, self.dtype, terms))
@@ -166,8 +171,11 @@ class Bcast(Collective):
         self.count = check_count(count, name)
         self.dtype = ArrayLayout(dtype, self.count).dtype
         site = CollectiveSite.checked(manager, ranks, name)
-        self.root = site.layout.checked_root(root, name)
-        counts = tuple(self.count if rank == self.root else 0 for rank in site.layout.ranks)
+        ranks = site.layout.ranks
+        self.root = ranks[0] if root is None else root
+        if self.root not in ranks:
+            raise PartitionError(f"{name!r}: the root is one of the ranks {ranks}, got {root!r}")
+        counts = tuple(self.count if rank == self.root else 0 for rank in ranks)
         algorithm = _AllgatherByNodes(site, counts, self.dtype, f"collective=Bcast\nroot={self.root}")
         # Ranks other than the root may write to ``active`` as well.
         algorithm.operands = algorithm.vectors

@@ -114,7 +114,7 @@ def all_push_is_better(size: int, nbytes: int, asked: bool) -> bool:
     return size == 1 or (small and size <= _ALL_PUSH_RANKS)
 
 
-class _ByAllPush:
+class _ByAllPush(AllPush):
     """Every rank pushes its vector to all ranks; each reduces all vectors in the same order.
 
     Its step needs nobody else's help: what this rank owes the others, it has pushed in ``begin``. So no other
@@ -127,29 +127,26 @@ class _ByAllPush:
         manager, layout, name = site
         self.site = site
         terms = f"collective=Allreduce in one round\n{reduction.terms}"
-        self._all_push = AllPush(manager, layout.ranks, count, reduction.element.storage, name, terms)
-        me, rows = layout.ranks.index(layout.me), self._all_push.rows
-        self.operands = self.results = tuple(vectors[me] for vectors in rows)
+        super().__init__(manager, layout.ranks, count, reduction.element.storage, name, terms)
+        me = layout.ranks.index(layout.me)
+        self.operands = self.results = tuple(vectors[me] for vectors in self.rows)
         # Looked up once, since a small step takes a few microseconds.
-        self._reduce = tuple(reduction.bound(vectors, vectors[me]) for vectors in rows)
-        self.connect, self.waiting = self._all_push.connect, self._all_push.missing
-        self._push, self._arrived = self._all_push.push, self._all_push.arrived
-        self._begun = self._done = 0
+        self._reduce = tuple(reduction.bound(vectors, vectors[me]) for vectors in self.rows)
         self.broken = ""
 
-    def begin(self, step: int) -> None:
-        self._begun = step
-        self._push()
+    def begin(self, _step: int) -> None:
+        """Push this rank's vector; steps are epochs."""
+        self.push()
 
     def advance(self) -> bool:
         """Reduce once all vectors have arrived; return whether the step is complete, or broken."""
-        step = self._begun
-        if self._done != step:
-            if not self._arrived():
+        step = self.epoch
+        if self._waited != step:
+            if not self.arrived():
                 return False
             try:
                 # Before the reduction, which is in place and must not run twice.
-                self._done = step
+                self._waited = step
                 self._reduce[step & 1]()
             except BaseException as error:
                 self.broken = repr(error)
@@ -160,7 +157,7 @@ class _ByAllPush:
         """Free the memory once all vectors have arrived."""
         # Other ranks may still write in a broken step, so its memory is not used again.
         if not self.broken:
-            self._all_push.close()
+            super().close()
 
 
 class _Cut(NamedTuple):
@@ -221,7 +218,8 @@ class _AllreduceByNodes(SteppedAlgorithm):
             cut.reduce()
         else:
             yield from in_pieces(map(self._combine, repeat(cut), range(len(self._pieces))))
-        self.count_puts(len(cut.others), len(cut.others) * cut.mine.nbytes)
+        self._counters.puts += len(cut.others)
+        self._counters.bytes_put += len(cut.others) * cut.mine.nbytes
 
     def _cut(self, rows: list[Array]) -> _Cut:
         shares = [row[self._share] for row in rows]

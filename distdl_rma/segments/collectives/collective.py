@@ -106,12 +106,11 @@ class Collective:
         self._looks = range(_LOOKS if spins else 1)
         self._steps = 0
         self._running = False
-        self._valid = False  # whether there is a result
         self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` was not called since
         self._connected = False
         self._closed = False
         # The garbage collection of the collective frees its memory too.
-        self._close = weakref.finalize(self, _give_back, self._manager, algorithm)
+        self._close = weakref.finalize(self, algorithm.close)
 
     @property
     def active(self) -> Array:
@@ -124,7 +123,7 @@ class Collective:
     def result(self) -> Array:
         """Result of the last step, in the segment; valid until the second start after it."""
         self._check()
-        if self._running or not self._valid:
+        if self._running or not self._steps:
             raise ProtocolError(f"{self.name!r}: result was asked for before a step was waited for")
         return self._results[self._steps & 1]
 
@@ -242,7 +241,7 @@ class Collective:
         algorithm = self._algorithm
         if algorithm.broken:
             self._check()
-        self._running, self._valid = False, True
+        self._running = False
         if algorithm.needs_progress:
             self._manager.withdraw(self._advance)
         self._advance = algorithm.advance
@@ -255,11 +254,6 @@ class Collective:
                 f"{self.name!r}: step {self._steps} was interrupted by {self._algorithm.broken}; "
                 "close it and make it anew on all ranks"
             )
-
-
-def _give_back(manager: SegmentManager, algorithm: Algorithm) -> None:
-    if not manager.closed:
-        algorithm.close()
 
 
 def _lossy(values: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:

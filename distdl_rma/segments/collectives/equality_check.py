@@ -141,18 +141,15 @@ class EqualityCheck(Scripted):
         self._see(self._remotes[self._leader])
 
     def _see(self, leader: RemoteBuffer) -> None:
-        count = self._number * _LINE
-        marks = leader.direct(np.int64, self._number, _PARITIES * self._board_words * _ITEM)
-        self._marks = self._marks if marks is None else marks
-        for parity in range(_PARITIES):
-            begin = parity * self._board_words * _ITEM
-            board = leader.direct(np.int64, count, begin)
-            result = leader.direct(np.int64, _RESULT, begin + count * _ITEM)
-            if board is None or result is None:
-                raise ProtocolError(f"{self.name!r}: rank {self._leader} is on another node")
-            table = board.reshape(self._number, _LINE)
-            mine = table[self._at].data
-            self._boards.append(_Board(table, [line.data for line in table], mine, mine.cast("B"), result))
+        size, count = _PARITIES * self._board_words, self._number * _LINE
+        words = leader.direct(np.int64, size + self._number, 0)
+        if words is None:
+            raise ProtocolError(f"{self.name!r}: rank {self._leader} is on another node")
+        self._marks = words[size:]
+        for board in words[:size].reshape(_PARITIES, -1):
+            table = board[:count].reshape(self._number, _LINE)
+            lines, mine = [line.data for line in table], table[self._at].data
+            self._boards.append(_Board(table, lines, mine, mine.cast("B"), board[count:]))
 
     def start(self, name: str, *words: int) -> int:
         """Announce four integers of 64 bits; does not wait. The first start connects, which blocks.
@@ -369,9 +366,8 @@ def turns_between_leaders(layout: NodeLayout) -> tuple[_Turn, ...]:
     size, me, first = len(leaders), leaders.index(layout.me), 0
     turns = []
     for distances in dissemination(size):
-        slots = range(first, first + len(distances))
-        targets = tuple((leaders[(me + d) % size], slot) for d, slot in zip(distances, slots, strict=True))
-        sources = tuple((leaders[(me - d) % size], slot) for d, slot in zip(distances, slots, strict=True))
+        targets = tuple((leaders[(me + d) % size], slot) for slot, d in enumerate(distances, first))
+        sources = tuple((leaders[(me - d) % size], slot) for slot, d in enumerate(distances, first))
         turns.append(_Turn(targets, sources))
         first += len(distances)
     return tuple(turns)

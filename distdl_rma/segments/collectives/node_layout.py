@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index as as_int
 
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Groups, grouped, leaders, share_holders
+from distdl_rma.segments.memory.array_bytes import as_count
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,6 @@ class NodeLayout:
                 f" {me}, got {chosen}"
             )
         return cls(chosen, machine_nodes, me)
-
-    def checked_root(self, root: int | None, who: str) -> int:
-        """Root that a caller gave, the first rank if None; ``PartitionError`` if it is not in ``ranks``."""
-        if root is None:
-            return self.ranks[0]
-        if root not in self.ranks:
-            raise PartitionError(f"{who!r}: the root is one of the ranks {self.ranks}, got {root!r}")
-        return root
 
     @cached_property
     def nodes(self) -> Groups:
@@ -117,19 +109,4 @@ class NodeLayout:
 
 def check_count(count: object, who: str) -> int:
     """Return a number of elements; ``ShapeError``, which names ``who`` asked, if it is invalid."""
-    try:
-        number = as_int(count)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if isinstance(count, bool) or number < 0:
-        raise ShapeError(f"{who!r}: a number of elements is an integer of at least 0, got {count!r}")
-    return number
-
-
-def check_lengths(count: int | Sequence[int], size: int, who: str) -> tuple[int, ...]:
-    """Return a number of elements per rank, given one for all or for each; ``ShapeError`` if invalid."""
-    if not isinstance(count, Sequence):
-        return (check_count(count, who),) * size
-    if len(count) != size:
-        raise ShapeError(f"{who!r}: {size} ranks need {size} numbers of elements, got {tuple(count)}")
-    return tuple(check_count(number, who) for number in count)
+    return as_count(count, f"{who!r}: a number of elements is an integer", ShapeError)

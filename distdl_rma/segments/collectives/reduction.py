@@ -204,11 +204,7 @@ class Reduction:
 
     def reduce(self, rows: Sequence[Array], *targets: Array) -> None:
         """Reduce rows of one length; store the result in all targets, which may be some of the rows."""
-        two = self._of_two(rows[0])
-        if two is not None and len(rows) == 2 and len(targets) == 1:
-            two(rows[0], rows[1], out=targets[0])
-        else:
-            self._quietly(rows, targets)
+        self.bound(rows, *targets)()
 
     def bound(self, rows: Sequence[Array], *targets: Array) -> Callable[[], object]:
         """Return a function that calls ``reduce`` with these arrays, for steps that reduce them again.

@@ -129,7 +129,8 @@ class SteppedAlgorithm(Scripted, ABC):
                 self.between.close()
             return complete
 
-        self.manager.retire(self.memory, idle)
+        if not self.manager.closed:
+            self.manager.retire(self.memory, idle)
 
     def waiting(self) -> WaitReason:
         """Ranks that the step waits for, for messages."""
@@ -174,11 +175,6 @@ class SteppedAlgorithm(Scripted, ABC):
         """Load from a peer's vector, and count it."""
         copy(target, source)
         self.count_gets(1, source.nbytes)
-
-    def count_puts(self, number: int, nbytes: int) -> None:
-        """Count stores to peers."""
-        self._counters.puts += number
-        self._counters.bytes_put += nbytes
 
     def count_gets(self, number: int, nbytes: int) -> None:
         """Count loads from peers."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from distdl_rma.errors import ArgumentError, ShapeError
+from distdl_rma.errors import ArgumentError, DistdlError, ShapeError
 
 # Types whose memory is all that they are, unlike that of masked arrays; looked up without a call.
 PLAIN = {np.ndarray, memoryview, bytes, bytearray}
@@ -80,6 +80,17 @@ def as_integer(value: Any, what: str) -> int:
         return as_int(value)
     except TypeError:
         raise ArgumentError(f"{what}, got {value!r}") from None
+
+
+def as_count(number: Any, what: str, error: type[DistdlError] = ArgumentError) -> int:
+    """Number as a Python integer from 0 on; an ``error``, which begins with ``what`` it is, if it is none."""
+    try:
+        found = -1 if isinstance(number, bool) else as_int(number)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise error(f"{what}, at least 0, got {number!r}")
+    return found
 
 
 class ArrayLayout:

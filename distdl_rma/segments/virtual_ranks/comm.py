@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import Any, Self, TypeVar, cast
 
-import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
@@ -178,12 +177,6 @@ class _Letter:
         data = cast(bytes, self.data)
         flat(target).data[: len(data)] = data
 
-    def describe(self, status: MPI.Status | None) -> None:
-        """Write where the message comes from, and its length, to a probe's status."""
-        if status is not None:
-            status.source, status.tag = self.source, self.tag
-            status.Set_elements(MPI.BYTE, len(cast(bytes, self.data)))
-
 
 class _Mailbox(list[_Letter]):
     """Messages to a rank of a communicator, in the order in which they were sent."""
@@ -275,11 +268,6 @@ class VirtualComm:
             self._check_thread()
         return self._together.turns.hand_over(self._whole, ready)
 
-    def pause(self) -> None:
-        """Let other ranks run, as a process does that sleeps."""
-        self._check_thread()
-        self._together.turns.pause(self._whole)
-
     def look(self) -> None:
         """Record that this rank has looked in vain for others; after many looks it hands over."""
         here = _here.comm
@@ -313,20 +301,12 @@ class VirtualComm:
         finally:
             _here.comm = None
 
-    def end(self, error: BaseException | None) -> None:
-        """Call the functions of ``at_end_of_rank``."""
-        while self.at_end:
-            self.at_end.pop()(error)
-
-    def shown(self, value: Any) -> list[Any]:
+    def shown(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
         """Return the values of all ranks, not copies of them; blocking, collective.
 
-        So ranks of a node get each other's memory, which ``allgather`` would copy.
+        So ranks of a node get each other's memory, which ``allgather`` would copy. A call of another ``kind``
+        is one of ``count`` ranks.
         """
-        return self._gathered(value)
-
-    def _gathered(self, value: Any, kind: object = "all", count: int = 0) -> list[Any]:
-        # Values of all ranks, or of ``count`` of them, that make a call of this kind; blocking.
         count = count or self.size
         key = kind, self._calls[kind]
         self._calls[kind] += 1
@@ -341,7 +321,7 @@ class VirtualComm:
 
     def _copies(self, value: Any) -> list[Any]:
         # Copied by pickle, as in mpi4py, so that ranks do not share objects by accident.
-        return [pickle.loads(each) for each in self._gathered(pickle.dumps(value))]
+        return [pickle.loads(each) for each in self.shown(pickle.dumps(value))]
 
     def allgather(self, value: Any) -> list[Any]:
         return self._copies(value)
@@ -356,12 +336,8 @@ class VirtualComm:
     def allreduce(self, value: Any, op: MPI.Op = MPI.SUM) -> Any:
         return reduce(op, self._copies(value))
 
-    def Allreduce(self, data: Any, out: NDArray[Any], op: MPI.Op = MPI.SUM) -> None:
-        mine = out if data is MPI.IN_PLACE else data
-        out[...] = reduced(self._gathered(mine.copy()), op)
-
     def Barrier(self) -> None:
-        self._gathered(None)
+        self.shown(None)
 
     barrier = Barrier
 
@@ -418,15 +394,10 @@ class VirtualComm:
 
     def Ibcast(self, data: Any, root: int) -> VirtualRequest:
         array = flat(data)
-        if self.rank == root:
-            return self._begin("Ibcast", array.copy, ())
-        return self._begin("Ibcast", None, [root], [array])
+        return self._begin("Ibcast", array.copy if self.rank == root else None, [root], [array])
 
     def Iallgather(self, data: Any, out: Any) -> VirtualRequest:
-        everyone = range(self.size)
-        return self._begin(
-            "Iallgather", flat(data).copy, everyone, [flat(out)], lambda found: [np.concatenate(found)]
-        )
+        return self.Iallgatherv(data, [flat(out), ([flat(data).size] * self.size, None)])
 
     def Iallgatherv(self, data: Any, out: list[Any]) -> VirtualRequest:
         into, places = flat(out), _places(out[1])
@@ -447,17 +418,15 @@ class VirtualComm:
     def Ireduce_scatter(
         self, data: NDArray[Any], out: NDArray[Any], counts: Sequence[int], op: MPI.Op
     ) -> VirtualRequest:
-        mine = _places((counts, None))[self.rank]
-
-        def share(found: list[Any]) -> list[NDArray[Any]]:
-            return [reduced([array[mine] for array in found], op)]
-
-        return self._begin("Ireduce_scatter", data.copy, range(self.size), [out], share)
+        mine, everyone = _places((counts, None))[self.rank], range(self.size)
+        return self._begin(
+            "Ireduce_scatter", data.copy, everyone, [out], lambda all_: [reduced([x[mine] for x in all_], op)]
+        )
 
     def Split(self, color: int = 0, key: int = 0) -> VirtualComm:
-        rows = self._gathered((color, key, self.rank))
-        members = [rank for theirs, _, rank in sorted(rows) if theirs == color]
-        return self._of(members, ("split", self._calls["all"]))
+        rows = sorted(self.shown((color, key, self.rank, list[_Together]())))
+        _, _, members, places = zip(*(row for row in rows if row[0] == color), strict=True)
+        return self._of(members, places[0])
 
     def Split_type(self, kind: int) -> VirtualComm:
         return self.Split(self.network.nodes[self._whole])
@@ -466,20 +435,14 @@ class VirtualComm:
         return self.Split()
 
     def Create_group(self, group: VirtualGroup, tag: int) -> VirtualComm:
-        kind = "group", group.members
-        self._gathered(None, kind, len(group.members))
-        return self._of(group.members, (kind, self._calls[kind]))
+        places = self.shown(list[_Together](), ("group", group.members), len(group.members))
+        return self._of(group.members, places[0])
 
-    def _of(self, members: Sequence[int], key: object) -> VirtualComm:
-        # The first member that comes makes the state that the members share.
-        made = self._together.values["made", key, tuple(members)]
-        if not made:
-            made[0] = _Together(self._together.turns, [self._together.members[each] for each in members])
-        together = made[0]
-        made[1] = made.get(1, 0) + 1
-        if made[1] == len(members):
-            del self._together.values["made", key, tuple(members)]
-        return VirtualComm(members.index(self.rank), cast(_Together, together))
+    def _of(self, members: Sequence[int], place: list[_Together]) -> VirtualComm:
+        # The first member that comes here makes the state that the members share, in a place of one of them.
+        if not place:
+            place.append(_Together(self._together.turns, [self._together.members[each] for each in members]))
+        return VirtualComm(members.index(self.rank), place[0])
 
     def Isend(self, data: Any, dest: int, tag: int = 0) -> VirtualRequest:
         _, read = self._post(data, dest, tag)
@@ -524,8 +487,9 @@ class VirtualComm:
         letter = self._together.mail[self.rank].first(source, tag)
         if letter is None:
             self.look()
-        else:
-            letter.describe(status)
+        elif status is not None:
+            status.source, status.tag = letter.source, letter.tag
+            status.Set_elements(MPI.BYTE, len(cast(bytes, letter.data)))
         return letter is not None
 
     def Improbe(self, *, status: MPI.Status | None = None) -> _Letter | None:

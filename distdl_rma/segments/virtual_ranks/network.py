@@ -213,17 +213,9 @@ class VirtualWindow:
     ) -> VirtualRequest:
         begin, count, _ = there
         words, span = self._words(target, begin, count), range(begin, begin + 8 * count)
-
-        def change() -> None:
-            before[:] = words
-            if op == MPI.REPLACE:
-                words[:] = values
-            elif op == MPI.SUM:
-                words[:] += values
-
         ordered = [each for each in self._ordered[target] if not each[0].over]
         before_it = (e.due for e, other in ordered if span.start < other.stop and other.start < span.stop)
-        event = self._network.later(change, max(before_it, default=0))
+        event = self._network.later(lambda: _change(words, values, before, op), max(before_it, default=0))
         self._ordered[target] = [*ordered, (event, span)]
         return self._request(event)
 
@@ -244,12 +236,7 @@ class VirtualWindow:
         self, operand: Sequence[Any], before: Sequence[Any], target: int, at: int, op: MPI.Op
     ) -> None:
         self._accumulate(target)
-        word = self._words(target, at, 1)
-        before[0][0] = int(word[0])
-        if op == MPI.SUM:
-            word[0] += operand[0][0]
-        elif op == MPI.REPLACE:
-            word[0] = operand[0][0]
+        _change(self._words(target, at, 1), np.asarray(operand[0]), np.asarray(before[0]), op)
 
     def Compare_and_swap(
         self, new: Sequence[Any], expected: Sequence[Any], before: Sequence[Any], target: int, at: int
@@ -287,6 +274,15 @@ class VirtualWindow:
 
     def Free(self) -> None:
         self._memories = ()
+
+
+def _change(words: Words, values: Words, before: Words, op: MPI.Op) -> None:
+    # Nothing else happens to the words meanwhile, since one rank runs at a time.
+    before[:] = words
+    if op == MPI.REPLACE:
+        words[:] = values
+    elif op == MPI.SUM:
+        words += values
 
 
 def _place(begin: int, count: int, kind: MPI.Datatype) -> slice | NDArray[np.int64]:

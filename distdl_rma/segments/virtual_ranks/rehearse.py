@@ -136,7 +136,8 @@ def played(
                 error = raised
                 errors.append((comm.rank, raised))
             try:
-                comm.end(error)
+                while comm.at_end:
+                    comm.at_end.pop()(error)
             except Exception as raised:  # noqa: BLE001
                 errors.append((comm.rank, raised))
 

@@ -27,59 +27,54 @@ ANSWER_SECONDS = 1.0
 _LONGEST_CHAIN = 16
 
 
-class TimeoutMessages:
-    """Messages of timeouts of a ``rank``: for whom it waited, and what the others do by their headers.
+def timeout_message(headers: PeerHeaders, rank: int, reason: WaitReason, seconds: float) -> str:
+    """Message for a wait of a rank that reached its deadline after some seconds: for whom, and what they do.
 
     Ranks of other nodes are asked only now, where nobody is in a hurry any more, and have a second in all to
     answer. The chain ends where a rank waits for nobody: that one is late, and the user should look there.
     """
+    # A wait of zero seconds only tests once, so it asks no rank.
+    clauses = chain(headers, rank, reason, min(seconds, ANSWER_SECONDS)) if seconds else []
+    hint = [reason.hint] if reason.hint else []
+    return "; ".join([f"rank {rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
 
-    def __init__(self, rank: int, headers: PeerHeaders) -> None:
-        self._rank, self._headers = rank, headers
 
-    def of_wait(self, reason: WaitReason, seconds: float) -> str:
-        """Message for a wait that reached its deadline after some seconds."""
-        # A wait of zero seconds only tests once, so it asks no rank.
-        clauses = self.chain(reason, min(seconds, ANSWER_SECONDS)) if seconds else []
-        hint = [reason.hint] if reason.hint else []
-        return "; ".join([f"rank {self._rank} waited {in_seconds(seconds)} {reason}", *clauses, *hint])
+def chain(headers: PeerHeaders, rank: int, reason: WaitReason, seconds: float) -> list[str]:
+    """States of the ranks that one waits for, of those that they wait for, and so on, as clauses.
 
-    def chain(self, reason: WaitReason, seconds: float) -> list[str]:
-        """States of the ranks that this one waits for, of those that they wait for, and so on, as clauses.
+    Waits at most ``seconds`` for the answers of ranks on other nodes.
+    """
+    deadline = time.monotonic() + seconds
+    named, pending = {rank}, list(reason.ranks)
+    clauses: list[str] = []
+    while pending and len(clauses) < _LONGEST_CHAIN:
+        peer = pending.pop(0)
+        if peer in named:
+            continue
+        named.add(peer)
+        record = headers.read(peer, deadline)
+        if record is None:
+            clauses.append(f"rank {peer} is {_silent(headers, peer, seconds)}")
+        elif headers.process_has_ended(peer, record):
+            clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
+        else:
+            silent = headers.unchanged(peer, record)
+            also = f", and has said nothing for {in_seconds(silent)}" if silent > ANSWER_SECONDS else ""
+            clauses.append(f"rank {peer} {record.doing}{also}")
+            if record.is_waiting:
+                pending += record.waits_for
+    return clauses
 
-        Waits at most ``seconds`` for the answers of ranks on other nodes.
-        """
-        deadline = time.monotonic() + seconds
-        named, pending = {self._rank}, list(reason.ranks)
-        clauses: list[str] = []
-        while pending and len(clauses) < _LONGEST_CHAIN:
-            peer = pending.pop(0)
-            if peer in named:
-                continue
-            named.add(peer)
-            record = self._headers.read(peer, deadline)
-            if record is None:
-                clauses.append(f"rank {peer} is {self._silent(peer, seconds)}")
-            elif self._headers.process_has_ended(peer, record):
-                clauses.append(f"rank {peer} is silent: its process {record.process} has ended")
-            else:
-                silent = self._headers.unchanged(peer, record)
-                also = f", and has said nothing for {in_seconds(silent)}" if silent > ANSWER_SECONDS else ""
-                clauses.append(f"rank {peer} {record.doing}{also}")
-                if record.is_waiting:
-                    pending += record.waits_for
-        return clauses
 
-    def _silent(self, peer: int, seconds: float) -> str:
-        # An answer comes behind the transfers between two ranks. Who puts to this rank is not known.
-        segment = self._headers.segment
-        if self._headers.is_near(peer):
-            return "silent: its header could not be read"
-        why = f"no answer within {in_seconds(seconds)}"
-        if own := segment.link(peer).moving:
-            return f"busy: {why}, behind {own} bytes that are under way"
-        others = segment.moving
-        return f"busy or silent: {why}, while {others} bytes are under way" if others else f"silent: {why}"
+def _silent(headers: PeerHeaders, peer: int, seconds: float) -> str:
+    # An answer comes behind the transfers between two ranks. Who puts to this rank is not known.
+    if headers.is_near(peer):
+        return "silent: its header could not be read"
+    why = f"no answer within {in_seconds(seconds)}"
+    if own := headers.segment.link(peer).moving:
+        return f"busy: {why}, behind {own} bytes that are under way"
+    others = headers.segment.moving
+    return f"busy or silent: {why}, while {others} bytes are under way" if others else f"silent: {why}"
 
 
 _E = TypeVar("_E", bound=BaseException)

@@ -31,7 +31,7 @@ from mpi4py import MPI
 from distdl_rma.errors import ExchangeTimeout, PeerFailedError
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.virtual_ranks.comm import is_true_within
-from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, TimeoutMessages, append_state
+from distdl_rma.segments.waiting.error_texts import ANSWER_SECONDS, LOST, append_state, timeout_message
 from distdl_rma.segments.waiting.header import (
     HeaderRecord,
     HeaderWriter,
@@ -166,7 +166,6 @@ class PeerWatch:
         self.rank = notices.rank
         self.others = tuple(rank for rank in ranks if rank != self.rank)
         self._headers = PeerHeaders(segment)
-        self.messages = TimeoutMessages(self.rank, self._headers)
         self._left = ""
         # The error that the ranks settle now, empty if none, and the rank on which it began.
         self._settling, self._origin = "", self.rank
@@ -390,7 +389,7 @@ class PeerWatch:
         """Message for a wait that reached its deadline; raises ``PeerFailedError`` if a rank has failed."""
         self._notices.check(lambda: reason)
         with self._segment.lock:
-            return self.messages.of_wait(reason, seconds)
+            return timeout_message(self._headers, self.rank, reason, seconds)
 
 
 def _origin(rank: int, record: HeaderRecord) -> int:

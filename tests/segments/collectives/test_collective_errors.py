@@ -30,7 +30,7 @@ BUILT = [
     (ShapeError, "numbers of elements", lambda s: Allgather(s, s.ranks, [1] * (len(s.ranks) + 1))),
     (ShapeError, "no segment holds an array of", *(lambda s, m=m, d=d: m(s, s.ranks, 3, d)
         for m in (Allgather, Bcast) for d in ("float5", "O", "S", np.dtype(("f4", (2,)))))),
-    (ShapeError, "integer of at least 0, got -1", lambda s: Allreduce(s, s.ranks, -1)),
+    (ShapeError, "integer, at least 0, got -1", lambda s: Allreduce(s, s.ranks, -1)),
     (PartitionError, "root is one of the ranks", lambda s: Bcast(s, s.ranks, 1, root=99)),
     (PartitionError, "of the machine", lambda s: Allreduce(s, (s.rank, 99), 1),
      lambda s: Group(s, (s.rank, 17))),

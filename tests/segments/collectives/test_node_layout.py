@@ -9,7 +9,7 @@ import pytest
 from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.equality_check import turns_between_leaders
-from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count, check_lengths
+from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count
 
 
 def machine_nodes(size, per_node):
@@ -41,8 +41,6 @@ def test_shares_of_a_node_are_the_whole_vector_and_meet_the_same_share_elsewhere
 def test_wrong_numbers_are_named():
     with pytest.raises(ShapeError, match="'x': a number of elements is an integer"):
         check_count(1.5, "x")
-    with pytest.raises(ShapeError, match="'x': 2 ranks need 2 numbers of elements"):
-        check_lengths([1], 2, "x")
     with pytest.raises(PartitionError, match="'x': ranks must be unique"):
         NodeLayout.checked((0, 0), ((0, 1),), 0, "x")
 

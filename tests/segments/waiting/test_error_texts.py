@@ -8,9 +8,9 @@ from distdl_rma.errors import ExchangeTimeout, PeerFailedError, ShapeError
 from distdl_rma.segments.waiting.error_texts import (
     LOST,
     USABLE,
-    TimeoutMessages,
     append_state,
     cause_of,
+    chain,
     ends_with_state,
     in_seconds,
 )
@@ -108,12 +108,12 @@ def test_only_a_rank_whose_own_transfers_are_under_way_is_called_busy():
     own, near = {1: 0, 2: 7}, {3}
     segment = SimpleNamespace(link=lambda rank: SimpleNamespace(moving=own[rank]), moving=0)
     headers = SimpleNamespace(read=lambda *_: None, is_near=lambda rank: rank in near, segment=segment)
-    messages, reason = TimeoutMessages(0, headers), WaitReason((1, 2, 3), "to come")
-    assert messages.chain(reason, 0.5) == [
+    reason = WaitReason((1, 2, 3), "to come")
+    assert chain(headers, 0, reason, 0.5) == [
         "rank 1 is silent: no answer within 0.5 s",
         "rank 2 is busy: no answer within 0.5 s, behind 7 bytes that are under way",
         "rank 3 is silent: its header could not be read",
     ]
     segment.moving = 9
     busy = "rank 1 is busy or silent: no answer within 0.5 s, while 9 bytes are under way"
-    assert messages.chain(reason, 0.5)[0] == busy
+    assert chain(headers, 0, reason, 0.5)[0] == busy

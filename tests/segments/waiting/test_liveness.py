@@ -132,11 +132,14 @@ def test_chain_tells_of_a_rank_that_waits_and_does_not_say_so_any_more(node, mon
     watch.look(waiting)
     time.sleep(0.1)
     # A rank that computes writes nothing; one that waits does so ten times a second.
-    first, second = watch.messages.chain(waiting, 1.0)
+    asked = watch._headers, watch.rank, waiting, 1.0
+    first, second = error_texts.chain(*asked)
     assert "for rank 2 to answer, and has said nothing for" in first
     assert second.startswith("rank 2 waits for nobody") and "has said" not in second
     boards[1].write(RankState.WAITING, "to answer", (2,))
-    assert not any("has said" in clause for clause in watch.messages.chain(waiting, 1.0))
+    assert not any(
+        "has said" in clause for clause in error_texts.chain(watch._headers, watch.rank, waiting, 1.0)
+    )
 
 
 def test_process_that_was_seen_to_have_ended_is_told_of_when_its_header_cannot_be_read_any_more(node):

@@ -390,20 +390,6 @@ def convolve(
 _Started = tuple[int, Any, list[Tensor], list[Any], Tensor, Tensor | None, Mark]
 
 
-def _begin_and_agree(
-    agreement: Agreement[Convolution], agreed: list[Any], x: Tensor, weight: Tensor, bias: Tensor | None
-) -> _Started:
-    # Begins the expected operation and agrees; if the ranks agree on another one, begins that one.
-    guess = agreement.guess
-    started = None if guess is None else guess.begin(x, weight, bias)
-    if started is not None:
-        *_, mark = started
-        mark("")
-    agreed += agreement.settle()
-    operation: Convolution = agreed[0]
-    return operation.begin(x, weight, bias) if started is None or operation is not guess else started
-
-
 class _HaloSchedule(OperatorFunction):
     """The schedule: the halo travels while own data are convolved, or copied next to its place."""
 
@@ -422,10 +408,15 @@ class _HaloSchedule(OperatorFunction):
 
         ``agreed`` has the operation and the needs of any rank; with an ``agreement`` it gets them.
         """
-        if agreement is None:
-            started = agreed[0].begin(x, weight, bias)
-        else:
-            started = _begin_and_agree(agreement, agreed, x, weight, bias)
+        guess = agreed[0] if agreement is None else agreement.guess
+        started: Any = None if guess is None else guess.begin(x, weight, bias)
+        if agreement is not None:
+            if started is not None:
+                started[-1]("")
+            agreed += agreement.settle()
+            if agreed[0] is not guess:
+                # The ranks have agreed on another operation than this rank expected.
+                started = agreed[0].begin(x, weight, bias)
         received: Any
         (epoch, y, held, elements, block, rows, mark), (operation, needs) = started, agreed
         parts, landings, kept = operation.parts, operation.landings, held

@@ -109,12 +109,15 @@ def by_name(layer: type, *arguments: Any, **given: Any) -> dict[str, Any]:
         raise TypeError(f"{layer.__name__}: {error}; it takes partitions, then {signature}") from None
 
 
-def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), **given: Any) -> Any:
+def torchs_layer(
+    layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = (), memory: bool = True, **given: Any
+) -> Any:
     """Build the twin of the same arguments, which checks them, some only in a call: here with a sample.
 
     Many of torch's layers take anything when they are built, and raise in the first call. A distributed layer
     must not: there a rank may already wait for another. So such a twin is called once at construction, with
-    a tiny tensor, or with one on the device ``meta``, where calls take no memory and no time.
+    a tiny tensor, or with one on the device ``meta``, where calls take no memory and no time. Without
+    ``memory`` the twin is there itself: it has no values, and draws none.
 
     Raises ``ArgumentError`` with torch's text and the arguments if torch raises, and ``TypeError`` as
     ``by_name``.
@@ -124,7 +127,7 @@ def torchs_layer(layer: type, *arguments: Any, sample: Sequence[torch.Tensor] = 
         # Before the twin draws its parameters there.
         check_device(layer.__name__, named.get("device"))
     try:
-        like: Any = twin(**named)
+        like: Any = twin(**named if memory else named | {"device": "meta"})
         if sample:
             with warnings.catch_warnings():
                 # They are told in the calls of users.

@@ -24,29 +24,24 @@ from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import nn
-from torch.autograd import profiler
 
 from distdl_rma.errors import (
     ArgumentError,
     PartitionError,
     ProtocolError,
     ShapeError,
-    UnsupportedError,
 )
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.core.autograd import anchored, idle, misfit, uncompiled
+from distdl_rma.layers.ops.core.autograd import anchored, idle
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.tensors import problem_with
 from distdl_rma.layers.partitioned.core.arguments import shown_signature, torchs_class
-from distdl_rma.layers.partitioned.core.callbacks import CALLBACKS, CallbackModule, Callbacks, set_callbacks
+from distdl_rma.layers.partitioned.core.callbacks import CallbackModule, Callbacks, set_callbacks
 from distdl_rma.layers.partitioned.core.module_paths import path_of
 from distdl_rma.layers.partitioned.core.parameters import Parameters, stated_ranks
 from distdl_rma.layers.partitioned.core.placement import InitialValues, Placement, as_whole, lasting, part_of
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome
-from distdl_rma.layers.split import layout as lay
-from distdl_rma.layers.split.calls.signatures import mapped
-from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 from distdl_rma.layers.staging import backward_in_this_thread
 from distdl_rma.segments.machine import Machine
 
@@ -113,7 +108,6 @@ class DistributedLayer(CallbackModule):
         In the first call, if the ranks built the layer with different arguments.
     """
 
-    P_x: Partition
     # Attributes that are printed, and those of them that may change; and where parameters may be kept, the
     # usual place first.
     _shown: tuple[str, ...] = ()
@@ -216,71 +210,6 @@ class DistributedLayer(CallbackModule):
         """
         return self.name if self._named else path_of(self) or self._label_alone
 
-    @uncompiled
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Call ``forward``, and remember the sizes of the local shards.
-
-        ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
-        """
-        given = (*inputs, *named.values()) if named else inputs
-        for x in given:
-            if isinstance(x, SplitTensor):
-                return self._call_on_blocks(inputs, named)
-        before = self.nbytes_in(given)
-        # Looked for in every call, since the user may set a callback at any time: one look at the dict of
-        # attributes, as the layers of most programs have no callback.
-        stated = not CALLBACKS.isdisjoint(vars(self))
-        if stated:
-            self._check_callbacks(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
-        try:
-            if profiler._is_profiler_enabled:
-                with profiler.record_function(self.label):
-                    y = super().__call__(*inputs, **named)
-            else:
-                y = super().__call__(*inputs, **named)
-        except TypeError:
-            # A call with the wrong number of arguments never reaches the forward, where others wait.
-            problem = misfit(type(self).forward, self, inputs, named)
-            if problem:
-                self.refuse(problem)
-            raise
-        behind = nbytes_of(y)
-        # torch's __setattr__ takes longer than the rest of this function.
-        self.__dict__["shard_nbytes"] = before, behind
-        if stated:
-            self._check_callbacks(get_sizeof_output_tensor=behind)
-        return y
-
-    def _call_on_blocks(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        # Split tensors in, split tensors out. A split tensor has what a layer needs, a block on a grid, and
-        # more: its layout. The layer is called on the blocks as if these were plain shards, and agrees on
-        # shapes as always, so that no layer has a second path. Plain tensors among the inputs are blocks.
-        given, blocks = (*inputs, *named.values()), []
-        for at, x in enumerate(given):
-            if not isinstance(x, SplitTensor):
-                blocks.append(x)
-                continue
-            wanted, grid = self.partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
-            if grid != wanted:
-                raise PartitionError(
-                    f"{self.label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the"
-                    " layer on the partition of the model, or move the tensor by redistribute() or"
-                    " Repartition"
-                )
-            with torch._C.DisableTorchFunctionSubclass():
-                blocks.append(checked_block(x))
-        count = len(inputs)
-        result = self(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
-        found = self.output_layout(given)
-        if found is None:
-            raise UnsupportedError(
-                f"{self.label!r}: its results are not blocks of one tensor; call it with plain tensors,"
-                " x.to_local()"
-            )
-        layout, rank = lay.normal(found), found.partition.me
-        # A rank without a part of the output gets a tensor without elements, of any shape.
-        return mapped(lambda y: SplitTensor(y.reshape(layout.box(rank).shape), layout), result)
-
     def refuse(self, problem: str) -> None:
         """Raise ``ShapeError`` on all ranks of a call for wrong arguments of this rank; blocking.
 
@@ -298,20 +227,6 @@ class DistributedLayer(CallbackModule):
         shown |= {key: grid.shape for key, grid in grids.items() if grid is not None}
         return ", ".join(f"{key}={value!r}" for key, value in shown.items())
 
-    def partition_of(self, _at: int, _dims: int) -> Partition:
-        """Partition of the input with this number, which has so many dimensions, in a call.
-
-        Numbers of inputs that are passed by name go on behind those of the others.
-        """
-        return self.P_x
-
-    def output_layout(self, inputs: Sequence[Any]) -> Decomposition | None:
-        """Decomposition of the output of the last call, which had these inputs, split tensors among them.
-
-        None if its parts are not blocks of one tensor. Local.
-        """
-        return None
-
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As in torch; a buffer that was made in inference mode is copied, so that training can use it."""
         super().register_buffer(name, None if tensor is None else lasting(tensor), persistent)
@@ -326,10 +241,6 @@ class DistributedLayer(CallbackModule):
     def site(self) -> CallSite:
         """Machine and name, for the operators of this layer."""
         return CallSite(self.machine, self.name)
-
-    def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
-        """Bytes of the input among the arguments of a call."""
-        return nbytes_of(inputs[:1])
 
     def announce(self, inputs: Sequence[Decomposition], output: Decomposition, dtype: torch.dtype) -> None:
         """Declare the tensors, so that their sizes are known before the first call; local."""

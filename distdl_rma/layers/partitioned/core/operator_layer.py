@@ -18,18 +18,29 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
+from torch.autograd import profiler
 
-from distdl_rma.geometry.decomposition import Decomposition
+from distdl_rma.errors import PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.core.autograd import GradientNeeds, anchored, deliver, reports_failures
+from distdl_rma.layers.ops.core.autograd import (
+    GradientNeeds,
+    anchored,
+    deliver,
+    misfit,
+    reports_failures,
+    uncompiled,
+)
 from distdl_rma.layers.ops.core.operation import Agreement, Operation
 from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.partitioned.core.agreement import ShapeAgreement
 from distdl_rma.layers.partitioned.core.arguments import function_of
-from distdl_rma.layers.partitioned.core.callbacks import Callbacks
+from distdl_rma.layers.partitioned.core.callbacks import CALLBACKS, Callbacks
 from distdl_rma.layers.partitioned.core.input_facts import InputFacts
-from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+from distdl_rma.layers.partitioned.core.layer import DistributedLayer, nbytes_of
+from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.autocast import castable, dtype_for
+from distdl_rma.layers.split.calls.signatures import mapped
+from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 from distdl_rma.layers.staging import backward_in_this_thread
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
@@ -73,18 +84,87 @@ class OperatorLayer(DistributedLayer, Generic[O]):
         """
         raise NotImplementedError
 
+    @uncompiled
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call ``forward``, and remember the sizes of the local shards.
+
+        ``ConfigurationError``, and failure of the machine, if a user's callback returns a wrong value.
+        """
+        given = (*inputs, *named.values()) if named else inputs
+        for x in given:
+            if isinstance(x, SplitTensor):
+                return self._call_on_blocks(inputs, named)
+        before = self.nbytes_in(given)
+        # Looked for in every call, since the user may set a callback at any time: one look at the dict of
+        # attributes, as the layers of most programs have no callback.
+        stated = not CALLBACKS.isdisjoint(vars(self))
+        if stated:
+            self._check_callbacks(get_sizeof_input_tensor=before, get_sizeof_tensor=before)
+        try:
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(self.label):
+                    y = super().__call__(*inputs, **named)
+            else:
+                y = super().__call__(*inputs, **named)
+        except TypeError:
+            # A call with the wrong number of arguments never reaches the forward, where others wait.
+            problem = misfit(type(self).forward, self, inputs, named)
+            if problem:
+                self.refuse(problem)
+            raise
+        behind = nbytes_of(y)
+        # torch's __setattr__ takes longer than the rest of this function.
+        self.__dict__["shard_nbytes"] = before, behind
+        if stated:
+            self._check_callbacks(get_sizeof_output_tensor=behind)
+        return y
+
+    def _call_on_blocks(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        # Split tensors in, split tensors out. A split tensor has what a layer needs, a block on a grid, and
+        # more: its layout. The layer is called on the blocks as if these were plain shards, and agrees on
+        # shapes as always, so that no layer has a second path. Plain tensors among the inputs are blocks.
+        given, blocks = (*inputs, *named.values()), []
+        for at, x in enumerate(given):
+            if not isinstance(x, SplitTensor):
+                blocks.append(x)
+                continue
+            wanted, grid = self.partition_of(at, x.dim()), lay.on_grid(x.decomposition).partition
+            if grid != wanted:
+                raise PartitionError(
+                    f"{self.label!r}: input {at} is split over {grid}, the layer takes {wanted}: build the"
+                    " layer on the partition of the model, or move the tensor by redistribute() or"
+                    " Repartition"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                blocks.append(checked_block(x))
+        count = len(inputs)
+        result = self(*blocks[:count], **dict(zip(named, blocks[count:], strict=True)))
+        found = None if self._last is None else self._last.output
+        if found is None:
+            raise UnsupportedError(
+                f"{self.label!r}: its results are not blocks of one tensor; call it with plain tensors,"
+                " x.to_local()"
+            )
+        layout, rank = lay.normal(found), found.partition.me
+        # A rank without a part of the output gets a tensor without elements, of any shape.
+        return mapped(lambda y: SplitTensor(y.reshape(layout.box(rank).shape), layout), result)
+
+    def nbytes_in(self, inputs: tuple[Any, ...]) -> int:
+        """Bytes of the input among the arguments of a call."""
+        return nbytes_of(inputs[:1])
+
     def partition_of(self, at: int, _dims: int) -> Partition:
-        """Partition of the input with this number; the last one holds for all further inputs."""
+        """Partition of the input with this number, which has so many dimensions, in a call.
+
+        Numbers of inputs that are passed by name go on behind those of the others. The last partition holds
+        for all further inputs.
+        """
         return self.P_xs[min(at, len(self.P_xs) - 1)]
 
     @property
     def _last(self) -> O | None:
         # Operation of the last call; None before the first one, and on ranks outside of calls.
         return None if self.agreement is None else self.agreement.last
-
-    def output_layout(self, _inputs: Sequence[Any]) -> Decomposition | None:
-        """Decomposition of the output of the last call's operation."""
-        return None if self._last is None else self._last.output
 
     @cached_property
     def agreement(self) -> ShapeAgreement[O] | None:

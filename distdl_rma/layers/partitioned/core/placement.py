@@ -164,16 +164,15 @@ class InitialValues:
 
 
 def linear_values(
-    in_features: int, out_features: int, bias: bool, dtype: torch.dtype | None
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype
 ) -> dict[str, InitialValues | None]:
     """Initial values of ``torch.nn.Linear``, by the name of the parameter."""
-    kind = torch.get_default_dtype() if dtype is None else dtype
     # torch's Kaiming initialisation with a = sqrt(5), with the same roundings: another order of these factors
     # gives numbers that differ from torch's in the last bit, and every test of equality would fail.
     gain = sqrt(2.0 / (1 + sqrt(5) ** 2))
     bound = sqrt(3.0) * (gain / sqrt(in_features)) if in_features else 0.0
     offset = 1 / sqrt(in_features) if in_features else 0.0
     return {
-        "weight": InitialValues((out_features, in_features), bound, kind),
-        "bias": InitialValues((out_features,), offset, kind) if bias else None,
+        "weight": InitialValues((out_features, in_features), bound, dtype),
+        "bias": InitialValues((out_features,), offset, dtype) if bias else None,
     }

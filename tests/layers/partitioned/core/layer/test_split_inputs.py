@@ -1,5 +1,7 @@
 """Layers that are called with split tensors: blocks in, what comes out is split as the layer says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from distdl_rma.layers import (
     DistributedMSELoss,
     Repartition,
 )
-from distdl_rma.layers.partitioned.core.layer import DistributedLayer
+from distdl_rma.layers.partitioned.core.operator_layer import OperatorLayer
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 
@@ -31,23 +33,25 @@ def x():
     return torch.randn(SHAPE, dtype=torch.float64)
 
 
-class Twice(DistributedLayer):
+class Twice(OperatorLayer):
     """A layer with several results, which notes what it gets."""
 
-    def __init__(self, P_x):
+    def __init__(self, P_x, layout):
         super().__init__(P_x)
-        self.P_x, self.seen = P_x, []
+        self.layout, self.seen = layout, []
 
     def forward(self, *blocks, third):
         self.seen = [*blocks, third]
         return {"twice": blocks[0] * 2, "rest": [blocks[1]]}
 
-    def output_layout(self, inputs):
-        return inputs[0].decomposition
+    @property
+    def _last(self):
+        return SimpleNamespace(output=self.layout)
 
 
 def test_blocks_go_in_and_a_split_tensor_comes_out(P_x, x):
-    s, plain, layer = shard(P_x, x), torch.ones(3), Twice(P_x)
+    s, plain = shard(P_x, x), torch.ones(3)
+    layer = Twice(P_x, s.decomposition)
     found = layer(s, s.to_local(), third=plain)
     assert layer.seen[0] is s.to_local() and layer.seen[2] is plain
     torch.testing.assert_close(found["twice"].full_tensor(), 2 * x)
