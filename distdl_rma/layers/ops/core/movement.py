@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.layers.dtypes import MOVING, NUMPY, as_words, sum_dtype, word_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.layers.ops.core.order import channel_of
-from distdl_rma.layers.ops.core.result_memory import landing, result
+from distdl_rma.layers.ops.core.result_memory import result, tensor_over
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.staging import from_host, to_host
 from distdl_rma.segments.channel import Channel
@@ -182,11 +182,11 @@ class OneWay:
             for _ in self.channel.receive(epoch):
                 pass
             return copied
-        landed: Any = self.channel.take_result(epoch)
+        landed = self.channel.take_result(epoch)
         if not x.is_cpu:
             y = x.new_empty(self._shape, dtype=self._wide)
         else:
-            y = result(self._shape, self._wide) if landed is None else landed
+            y = result(self._shape, self._wide) if landed is None else tensor_over(landed, self._wide)
         # An array would keep memory that moves to the disk while this rank waits.
         kind = self._array_dtype if x.is_cpu and not MOVING else None
         own: Any = x if kind is None else as_words(x).view(kind)
@@ -351,7 +351,7 @@ def uploaded(
 
     def arrays() -> Iterator[Any]:
         for lies, (piece, words) in zip(channel.landed, channel.receive(epoch), strict=True):
-            yield as_words(landed[piece.box.slices(channel.exchange.need)]) if lies else words
+            yield landed[piece.box.slices(channel.exchange.need)] if lies else words
 
     count = sum(piece.box.volume for piece in channel.receives)
     return zip(channel.receives, from_host(arrays(), count, dtype, device), strict=True)
@@ -384,8 +384,7 @@ def _sent_and_kept(channel: Channel) -> list[Piece]:
 
 
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
-    make_result = partial(landing, exchange.need.shape, dtype)
-    return channel_of(machine, exchange, word_dtype(dtype, name), name, make_result)
+    return channel_of(machine, exchange, word_dtype(dtype, name), name)
 
 
 def _close_all(channels: list[Channel]) -> None:
