@@ -1,8 +1,9 @@
 """Memory for results of operations: that of dead results of the same size, or torch's allocator.
 
 Large results come from a pool (``segments/transport/pool.py``), since new pages of memory cost more than the
-copy into them. Those that peers have put data to lie in the arena of this process, a pool as well
-(``segments/transport/arena.py``), and become tensors here.
+copy into them; not while memory of tensors moves to the disk, for which torch has to own it. What peers have
+put data into lies in the arena of this process, a pool as well (``segments/transport/arena.py``), and becomes
+a tensor here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.layers.dtypes import BIT_WORDS, NUMPY
+from distdl_rma.layers.dtypes import BIT_WORDS, MOVING, NUMPY
 from distdl_rma.segments.transport.pool import Pool
 
 # torch allocates smaller results: its allocator reuses such memory.
@@ -36,19 +37,6 @@ class Mapped:
 
 MAPPED = Mapped()
 _results = Pool()
-# Not empty while torch allocates all results, since the caller resizes their memory.
-_UNPOOLED: list[bool] = []
-
-
-@contextmanager
-def unpooled() -> Iterator[None]:
-    """Context in which results are in memory of torch's allocator, and none is idle."""
-    _UNPOOLED.append(True)
-    _results.drop_idle()
-    try:
-        yield
-    finally:
-        _UNPOOLED.pop()
 
 
 @contextmanager
@@ -67,14 +55,14 @@ def result(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None =
     """Uninitialised memory for a result that leaves the library; on the device of ``like``, else the CPU."""
     if like is not None and not like.is_cpu:
         return like.new_empty(shape, dtype=dtype)
-    if _UNPOOLED or prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
+    if MOVING or prod(shape) * dtype.itemsize < SMALLEST_NBYTES:
         return torch.empty(tuple(shape), dtype=dtype)
     return tensor_over(_results.array(shape, BIT_WORDS[dtype.itemsize][1]), dtype)
 
 
 def result_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised memory for a result with the shape, type and strides of a tensor."""
-    if _UNPOOLED or x.nbytes < SMALLEST_NBYTES or not x.is_cpu or not x.is_contiguous():
+    if MOVING or x.nbytes < SMALLEST_NBYTES or not x.is_cpu or not x.is_contiguous():
         return torch.empty_like(x)
     return tensor_over(_results.array(x.shape, BIT_WORDS[x.itemsize][1]), x.dtype)
 

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from distdl_rma.layers.dtypes import memory_moves
 from distdl_rma.layers.ops.core import result_memory
 from distdl_rma.layers.ops.core.result_memory import SMALLEST_NBYTES, result, result_like
 
@@ -33,7 +34,9 @@ def test_large_results_use_the_memory_of_dead_ones_and_small_ones_that_of_torch(
         assert result(LARGE, dtype).data_ptr() != address
         del part
         assert address in {each.data_ptr() for each in [result(LARGE, dtype) for _ in range(2)]}
-        with result_memory.unpooled():
+        with result_memory.idle_memory(0):
             assert result_memory._results.idle_nbytes == 0
-            result(LARGE, dtype)
+        with memory_moves():
+            kept = result(LARGE, dtype)
+            kept.untyped_storage().resize_(0)
             assert result_memory._results.idle_nbytes == 0
