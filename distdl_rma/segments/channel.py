@@ -23,10 +23,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ProtocolError, ShapeError
 from distdl_rma.geometry.exchange import Exchange, Piece, fingerprint
-from distdl_rma.segments.direct_receive import PostedResults, ResultsOfPeer, receives_directly
+from distdl_rma.segments.direct_receive import PostedResults, places_in_results, receives_directly
 from distdl_rma.segments.lanes import LANDS, SLOTS, Lane, Lanes, in_steps
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.transport.arena import Landing
+from distdl_rma.segments.transport.arena import own_arena
 from distdl_rma.segments.waiting.header import WaitReason
 
 Array = NDArray[Any]
@@ -47,8 +47,8 @@ class Channel:
     begins before its writer has ended. Messages name the channel by ``name``. Channels are the exchange
     buffers of the interface document, sections 3.2, 3.2.1 and 3.2.2.
 
-    ``make_result`` allocates a result in the arena of this process. With it, other ranks of the node put
-    large results directly into that memory; ``landed`` says so for each received piece.
+    With ``lands``, other ranks of the node put pieces of large results directly into memory in the arena of
+    this process, which ``take_result`` returns; ``landed`` says so for each received piece.
 
     Between calls ``_finished <= _started <= _finished + 2``. The data flag of a lane is raised by the sender
     alone and the acknowledge flag by the receiver alone; each rank raises flags in the order of its epochs. A
@@ -73,25 +73,25 @@ class Channel:
         exchange: Exchange,
         dtype: DTypeLike,
         name: str,
-        make_result: Callable[[], Landing] | None = None,
+        lands: bool = False,
     ) -> None:
         self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager = manager
         link = manager.segment.link
         itemsize, arenas = self.dtype.itemsize, manager.segment.arenas
-        lands = make_result is not None and receives_directly(exchange, itemsize, arenas.__contains__)
-        lanes = Lanes(exchange, itemsize, lambda peer: link(peer).memory is not None, lands)
+        lands = lands and receives_directly(exchange, itemsize, arenas.__contains__)
+        arena = own_arena() if lands else None
+        lanes = Lanes(exchange, itemsize, lambda peer: link(peer).memory is not None, arena is not None)
         self.sends, self.receives = lanes.sends, lanes.receives
         self._outgoing, self._incoming = lanes.outgoing, lanes.incoming
-        self._posted: PostedResults | None = None
-        if make_result is not None and lands:
-            here = [lane for lane in self._incoming if lane.lands]
-            self._posted = PostedResults(make_result, here, exchange.need)
         self.landed = [lane.lands for lane in self._incoming for _ in lane.pieces]
-        self._results_of: dict[int, ResultsOfPeer] = {}
         self._own_shape = exchange.own.shape
         self._cuts = [piece.box.slices(exchange.own) for piece in self.sends]
         self._buffer = manager.get_segment_buffer(lanes.nbytes, lanes.flags, name)
+        self._posted: PostedResults | None = None
+        if arena is not None:
+            here = [lane for lane in self._incoming if lane.lands]
+            self._posted = PostedResults(arena, self._buffer, here, exchange.need, self.dtype)
         self._flags, self._acquire = self._buffer.flags, manager.segment.acquire
         self._connected = self.idle
         self._operation = manager.operation(name)
@@ -126,8 +126,6 @@ class Channel:
             return
         # For each peer: offset for its data, index of the data flag and of the acknowledge flag.
         facts = {peer: [-1, -1, -1] for peer in self.exchange.peers}
-        if self._posted is not None:
-            self._posted.connect(self._buffer)
         for lane in self._incoming:
             facts[lane.peer][:2] = LANDS if lane.lands else lane.offset, lane.notification
         for lane in self._outgoing:
@@ -140,7 +138,7 @@ class Channel:
             lane.bind_outgoing(remote, self._buffer, self.dtype)
             if lane.lands:
                 arena = self._manager.segment.arenas[lane.peer]
-                self._results_of[lane.peer] = ResultsOfPeer(lane, remote, arena, need, self.dtype)
+                lane.places = places_in_results(remote, arena, lane.pieces, need, self.dtype)
         for lane in self._incoming:
             lane.bind_incoming(remotes[lane.peer], self._buffer, self.dtype)
         self._connected = True
@@ -182,7 +180,7 @@ class Channel:
         try:
             for lane in self._outgoing:
                 step = 0
-                views = self._results_of[lane.peer].views(epoch) if lane.lands else lane.views[epoch % SLOTS]
+                views = lane.places(epoch) if lane.lands else lane.views[epoch % SLOTS]
                 for at, view in enumerate(views):
                     lane.copy(view, next(source))
                     # A message to another node travels as a whole.
@@ -207,10 +205,10 @@ class Channel:
         """Whether all pieces of an epoch have arrived; does not block."""
         return all(self._buffer.flag(lane.notification) >= lane.flag_after(epoch) for lane in self._incoming)
 
-    def take_result(self, epoch: int) -> object | None:
-        """Owner of the result memory of a started epoch, from ``make_result``; None if peers use slots.
+    def take_result(self, epoch: int) -> Array | None:
+        """Array that peers put pieces of a started epoch into; None if peers use slots.
 
-        Peers put pieces into that memory until the epoch is received; then it belongs to the caller.
+        Once the epoch is received it belongs to the caller: nobody else writes to it, nor to views of it.
         """
         return None if self._posted is None else self._posted.take(epoch)
 

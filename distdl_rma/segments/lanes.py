@@ -19,7 +19,7 @@ sender reaches, pieces *land* in the result itself, and there are no slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -55,9 +55,10 @@ class Lane:
     the first step of epoch 2. So one word tells the epoch and how far its message is.
 
     The other fields are set once the peer's buffer ``remote`` is known. ``views`` are the pieces in both
-    slots, or with ``lands`` in the results, without slots. ``staged`` are both staging areas if this rank
-    cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the indices of the data
-    flag and of the acknowledge flag. ``raise_data_flag(value)`` raises the receiver's data flag.
+    slots, or of a received message that ``lands`` in the results, without slots. ``staged`` are both staging
+    areas if this rank cannot store to the peer's slots. ``remote.note`` has the offset of the slots and the
+    indices of the data flag and of the acknowledge flag. ``raise_data_flag(value)`` raises the receiver's
+    data flag.
     ``acknowledge(epoch)`` raises the sender's acknowledge flag: the slot of that epoch may be overwritten.
     """
 
@@ -68,9 +69,11 @@ class Lane:
     notification: int
     ends: tuple[int, ...]
     lands: bool = False
-    views: list[tuple[Array, ...]] = field(default_factory=lambda: [()] * SLOTS)
+    views: list[Sequence[Array]] = field(default_factory=lambda: [()] * SLOTS)
     staged: tuple[Array, ...] = ()
     remote: RemoteBuffer = field(init=False)
+    # Of a sent message that lands: where its pieces of an epoch belong in the peer's result.
+    places: Callable[[int], Sequence[Array]] = field(init=False)
     # Copies a piece.
     copy: Callable[[Array, Array], object] = field(init=False)
     acknowledge: Callable[[int], None] = field(init=False)

@@ -303,7 +303,7 @@ class BufferedChannel(_Awaits, Channel):
         """Whether all pieces of an epoch have arrived; does not block."""
         return all(self._has(peer) for peer, _ in self._messages_in)
 
-    def take_result(self, epoch: int) -> object | None:
+    def take_result(self, epoch: int) -> Array | None:
         """Return None, since peers put no results; waits first, so that no result takes memory meanwhile."""
         self._await(epoch)
         return None

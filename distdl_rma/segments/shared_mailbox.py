@@ -22,6 +22,7 @@ from mpi4py import MPI
 from distdl_rma.errors import PeerFailedError
 from distdl_rma.segments.channel import Array
 from distdl_rma.segments.mailbox import Address, Mailbox, Message, VectorKey
+from distdl_rma.segments.transport.links import Transfers
 
 _IDLE_SECONDS, _CHECK_SECONDS = 1e-4, 0.1
 # Most bytes of messages that others have not received; a larger message may be under way alone.
@@ -56,7 +57,7 @@ class SharedMailbox(Mailbox):
         self._rank, self._size = comm.rank, comm.size
         self._others = [each for each in range(comm.size) if each != comm.rank]
         # Pending sends, with their bytes.
-        self._sends: list[tuple[MPI.Request, int]] = []
+        self._sends = Transfers()
         # The first process that is known to have failed.
         self._failed: int | None = None
         self._received: dict[str, Callable[..., Any]] = {
@@ -98,7 +99,7 @@ class SharedMailbox(Mailbox):
 
     def poll(self) -> None:
         """Receive what has arrived; ``PeerFailedError`` if another process has failed, or is gone."""
-        self._sends = [each for each in self._sends if not each[0].Test()]
+        self._sends.under_way()
         while (found := self._comm.improbe()) is not None:
             action, *arguments = found.recv()
             if self._failed is None:
@@ -149,8 +150,8 @@ class SharedMailbox(Mailbox):
 
     def _send(self, process: int, *message: Any, nbytes: int = 0) -> None:
         # A message without bytes, as of a failure, does not wait.
-        while nbytes and (waiting := sum(n for _, n in self._sends)) and waiting + nbytes > _UNDER_WAY_NBYTES:
+        while nbytes and (waiting := sum(self._sends.kept)) and waiting + nbytes > _UNDER_WAY_NBYTES:
             # Other processes receive while they wait, and after each slab.
             self.poll()
             time.sleep(_IDLE_SECONDS)
-        self._sends.append((self._comm.issend(message, process), nbytes))
+        self._sends.add(self._comm.issend(message, process), nbytes)

@@ -6,7 +6,6 @@ from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.segments import Channel
-from distdl_rma.segments.transport.arena import Landing, own_arena
 
 
 def line(machine):
@@ -59,25 +58,9 @@ def expected(exchange, epoch):
     return y
 
 
-class Results:
-    """Memory for the results of a channel, never used twice."""
-
-    def __init__(self, exchange):
-        self.shape, self.made = exchange.need.shape, 0
-
-    def make(self):
-        arena, self.made = own_arena(), self.made + 1
-        memory = arena.take(max(8, 8 * int(np.prod(self.shape))))
-        array = memory.view(np.int64)[: int(np.prod(self.shape))].reshape(self.shape)
-        array[...] = -1
-        return Landing(array, arena.offset(memory.ctypes.data), array)
-
-
 def channel_of(machine, exchange, name, lands=False):
-    """A channel of integers, into whose results ranks of the node may put; and these results."""
-    results = Results(exchange)
-    make = results.make if lands else None
-    return Channel(machine.segments, exchange, np.int64, name, make), results
+    """A channel of integers, into whose results ranks of the node may put."""
+    return Channel(machine.segments, exchange, np.int64, name, lands)
 
 
 def opened(machine, kind, name):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 def test_voided_epoch_leaves_no_trace(machine, comm, monkeypatch, lands):
     monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
     exchange = movements(machine)["all_gather"] if lands else halo(machine)
-    channel, _ = channel_of(machine, exchange, "void", lands)
+    channel = channel_of(machine, exchange, "void", lands)
     for epoch in range(1, 60):
         if epoch % 3 == 0:
             # Some ranks had started already, others had not.
@@ -94,7 +94,7 @@ def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch)
 def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm, monkeypatch, lands):
     monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
     exchange = movements(machine)["broadcast"]
-    channel, _ = channel_of(machine, exchange, "slow layer", lands)
+    channel = channel_of(machine, exchange, "slow layer", lands)
     channel.connect()
     x = values(exchange, machine.rank, 1)
     if machine.rank == 0:

@@ -50,7 +50,6 @@ from distdl_rma.jobs.checkpoints.files import Piece, Saved
 from distdl_rma.jobs.checkpoints.items import Item, Part, planned
 from distdl_rma.jobs.checkpoints.shares import Holding, holdings
 from distdl_rma.layers.dtypes import digest, flat_bytes
-from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.ops.set_up_transfer import broadcast_from_first
 from distdl_rma.layers.staging import explain_memory
@@ -59,6 +58,7 @@ from distdl_rma.segments.collectives.allgather import Allgather
 from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.consensus import Consensus, gather_words, together
 from distdl_rma.segments.machine import Machine
+from distdl_rma.segments.transport.pool import Pool
 
 # Bytes that ranks which hold the same pass on at once: with the copies, they stay in a core's cache.
 _SLICE_NBYTES = 1 << 19
@@ -167,7 +167,7 @@ class Checkpoints:
             facts |= {"folder": str(self.folder), "keep": keep, "every": every, "asynchronous": asynchronous}
         self._jobs: deque[_Job] = deque()
         # Memory of the copies: the first use of new pages takes longer than the copy.
-        self._pool = ResultPool(sys.maxsize)
+        self._pool = Pool(sys.maxsize)
         # Writes while a step computes, and deletes old checkpoints. Linux has priorities for threads: the
         # step's own go first. An executor of one thread, as all threads of jobs that do one thing after the
         # other; but not the scratch file's, which finalizers give work to.
@@ -371,7 +371,7 @@ class Checkpoints:
             return
         # The next step may change the tensors as soon as this returns.
         copies = [
-            (part, first, self._pool.empty(elements.shape, torch.uint8).copy_(elements))
+            (part, first, torch.from_numpy(self._pool.array(elements.shape, np.uint8)).copy_(elements))
             for part, first, elements in pieces
         ]
         sums = self._thread.submit(files.write, path, copies)

@@ -26,7 +26,7 @@ from distdl_rma.jobs.out_of_core.allocator import free_buffers
 from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
 from distdl_rma.layers.dtypes import SHOWN, memory_moves
-from distdl_rma.layers.ops.core.result_memory import idle_memory, unpooled
+from distdl_rma.layers.ops.core.result_memory import idle_memory
 from distdl_rma.layers.split.calls.site import module_path
 from distdl_rma.segments.channel import Array
 from distdl_rma.segments.mailbox import Mailbox, Parcel
@@ -208,9 +208,8 @@ class Pages:
             for message in queue:
                 for parcel in message.parcels:
                     self.store(parcel, address.receiver)
-        results = unpooled() if self._moves else idle_memory(self._idle_nbytes)
         try:
-            with memory_moves() if self._moves else nullcontext(), results:
+            with memory_moves() if self._moves else nullcontext(), idle_memory(self._idle_nbytes):
                 yield
         finally:
             mailbox.keeper = None

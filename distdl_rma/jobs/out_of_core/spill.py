@@ -27,6 +27,7 @@ from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
+import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,12 +38,12 @@ from distdl_rma.geometry.partition import Partition
 from distdl_rma.jobs.out_of_core.allocator import freed_at_once
 from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
 from distdl_rma.layers.ops.core.autograd import keeps_values
-from distdl_rma.layers.ops.core.result_memory import ResultPool
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.staging import Descent
 from distdl_rma.segments.consensus import together
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.options import parse_size
+from distdl_rma.segments.transport.pool import Pool
 
 # What the backward needs next is in memory up to this many bytes; one larger tensor is read ahead alone.
 _AHEAD_NBYTES = 1 << 26
@@ -145,7 +146,7 @@ class spill:  # noqa: N801
         # Pieces in memory that the backward needs next. The lock guards it, and what pieces have in memory.
         self._held: list[ref[_Piece]] = []
         self._lock = threading.Lock()
-        self._pool = ResultPool(_IDLE_NBYTES, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
+        self._pool = Pool(_IDLE_NBYTES)
         with self._together():
             self._above = parse_size(above, "the size above which tensors are spilled")
             self._scratch = Scratch(folder, quota)
@@ -335,7 +336,7 @@ class _Piece:
         self,
         scratch: Scratch,
         region: Region,
-        pool: ResultPool,
+        pool: Pool,
         origin: StorageWeakRef,
         begin: int,
         version: int,
@@ -364,13 +365,13 @@ class _Piece:
     def prefetch(self) -> None:
         """Begin to read the bytes, unless they are in memory, or will be."""
         if self._buffer is None and self.alive() is None:
-            self._buffer = self._pool.empty((self._region.nbytes,), torch.uint8)
+            self._buffer = torch.from_numpy(self._pool.array((self._region.nbytes,), np.uint8))
             self._scratch.prefetch(self._region, self._buffer)
 
     def read(self) -> tuple[torch.UntypedStorage, int]:
         """The bytes in memory, kept until ``drop``."""
         if self._buffer is None:
-            self._buffer = self._pool.empty((self._region.nbytes,), torch.uint8)
+            self._buffer = torch.from_numpy(self._pool.array((self._region.nbytes,), np.uint8))
         self._scratch.read(self._region, self._buffer)
         # Of memory of a device, the host's is needed no longer.
         self._buffer = self._buffer.to(self._device)

@@ -21,13 +21,14 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, NoReturn, Protocol, Self
+from typing import NoReturn, Protocol, Self
 
 from mpi4py import MPI
 
 from distdl_rma.errors import ArgumentError, ClosedError, DistdlError, ProtocolError, UnsupportedError
 from distdl_rma.segments.options import check_timeout, mpi_runs
 from distdl_rma.segments.transport.heap import Heap
+from distdl_rma.segments.transport.links import Transfers
 from distdl_rma.segments.transport.segment import Segment
 from distdl_rma.segments.virtual_ranks.comm import is_virtual
 from distdl_rma.segments.waiting.header import WaitReason
@@ -185,35 +186,25 @@ class Queue:
 
     def __init__(self, context: SegmentContext, name: str) -> None:
         self._context, self.name = context, name
-        # By operation: peer, requests, their memory, and the function to call once they are complete.
-        self._posted: list[tuple[int, list[MPI.Request], Any, Callable[[], None] | None]] = []
+        # With the peer and the memory of each operation.
+        self._posted = Transfers()
 
     def __len__(self) -> int:
         """Number of posted operations that are not known to be complete."""
         return len(self._posted)
 
     def post(
-        self, peer: int, requests: list[MPI.Request], keep: Any, finish: Callable[[], None] | None = None
+        self, peer: int, request: MPI.Request, memory: object, finish: Callable[[], object] = bool
     ) -> None:
         """Add an operation; keeps its memory until it is complete, then calls ``finish()``."""
-        if requests:
-            self._posted.append((peer, requests, keep, finish))
-        elif finish is not None:
-            finish()
+        with self._context.segment.lock:
+            self._posted.add(request, (peer, memory), finish)
 
     def test(self) -> bool:
         """Whether all operations posted so far are locally complete; does not block."""
         self._context.check_open()
         with self._context.segment.lock:
-            under_way = []
-            for operation in self._posted:
-                _, requests, _, finish = operation
-                if not all(request.Test() for request in requests):
-                    under_way.append(operation)
-                elif finish is not None:
-                    finish()
-            self._posted = under_way
-        return not self._posted
+            return not self._posted.under_way()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all operations posted so far are locally complete; blocking.
@@ -225,7 +216,7 @@ class Queue:
         self._context.waiter.until(self.test, self._reason, timeout)
 
     def _reason(self) -> WaitReason:
-        peers = tuple(dict.fromkeys(peer for peer, *_ in self._posted))
+        peers = tuple(dict.fromkeys(peer for peer, _ in self._posted.kept))
         return WaitReason(peers, f"to take {len(self)} operation(s) of queue {self.name!r}")
 
     def __repr__(self) -> str:

@@ -306,7 +306,7 @@ class RemoteBuffer:
         self._context.check_open()
         notify = notifier(self._context, self.peer, index, value)
         far = self._copy_near([self._fetch_into(target, offset)])
-        if not far or not target.nbytes:
+        if not far:
             notify()
             return
         landing, finish = _landing(far)
@@ -438,9 +438,9 @@ class RemoteBuffer:
 
     def _put(self, runs: ByteRuns, source: Bytes, queue: Queue | None) -> None:
         # Over the link; a queue keeps the source until the put is complete.
-        requests = self._far.put(runs, source)
+        request = self._far.put(runs, source)
         if queue is not None:
-            queue.post(self.peer, requests, source)
+            queue.post(self.peer, request, source)
 
     def _fetch_into(self, target: NDArray[Any], offset: int) -> Fetch:
         near = self._near_view(offset, target.dtype, target.shape)
@@ -456,7 +456,7 @@ class RemoteBuffer:
             self._counters.bytes_got += fetch.runs.nbytes
             if fetch.near is not None:
                 fetch.target[...] = fetch.near
-            else:
+            elif fetch.runs.nbytes:
                 far.append(fetch)
         return far
 

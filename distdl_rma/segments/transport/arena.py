@@ -1,7 +1,8 @@
 """Arenas: memory of a process that other ranks of its node store to, and that belongs to no machine.
 
 A result in a segment would have to be copied out, since the segment ends with its machine, while a user may
-keep a tensor for ever. A result in an arena is the tensor's own memory::
+keep a tensor for ever. A result in an arena is the tensor's own memory, and that of a later one (``pool.py``)
+when it is dead::
 
     rank 0                                  rank 1 of the same node
     arena: a file without a name  <-------  maps /proc/<process of rank 0>/fd/<file>
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import SegmentError
 from distdl_rma.segments.transport.heap import Bytes, Heap
+from distdl_rma.segments.transport.pool import Pool
 
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -41,27 +43,16 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class Landing(NamedTuple):
-    """Memory that peers put to: the array, its offset in its process's arena, and the memory's owner."""
+class Arena(Pool):
+    """Pool whose blocks lie in one file in memory, without a name; ends with the last process that uses it.
 
-    array: NDArray[Any]
-    offset: int
-    owner: object
-
-
-class Arena:
-    """Blocks of one file in memory; the file has no name and ends with the last process that uses it.
-
-    Unlike a segment, an arena belongs to no machine: users may keep its blocks for ever. ``nbytes`` are
+    Unlike a segment, an arena belongs to no machine: users may keep its arrays for ever. ``nbytes`` are
     addresses only: pages are consumed when touched, and freed by ``drop``. ``OSError`` if the system has no
     such files.
-
-    Only the process that made the arena allocates and drops, one thread at a time: the lock of the pool
-    above (``layers/ops/core/result_memory.py``) sees to it. A lock of its own would be in the way of tensors
-    that die at any moment, also while their thread is in ``take``; the pool puts these off.
     """
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__()
         file = os.memfd_create("distdl_rma results")
         try:
             os.ftruncate(file, nbytes)
@@ -71,15 +62,15 @@ class Arena:
             raise
         # How other processes of this node find the arena.
         self.place = Place(os.getpid(), file, os.fstat(file).st_ino, nbytes)
-        self.memory: Bytes = np.frombuffer(self._pages, np.uint8)
-        self._address = self.memory.ctypes.data
+        self._memory = memoryview(self._pages)
+        self._begin = _address(self._memory)
         self._heap = Heap(nbytes)
 
-    def offset(self, address: int) -> int:
-        """Offset of an address that lies in one of the blocks."""
-        return address - self._address
+    def offset(self, memory: NDArray[Any] | memoryview) -> int:
+        """Offset of a block, or of an array in it."""
+        return _address(memory) - self._begin
 
-    def take(self, nbytes: int) -> Bytes:
+    def take(self, nbytes: int) -> memoryview:
         """Allocate a block of ``nbytes`` bytes, uninitialised; ``MemoryError`` if there is no room."""
         try:
             offset = self._heap.allocate(_in_pages(nbytes))
@@ -88,17 +79,22 @@ class Arena:
             raise MemoryError(
                 f"no room for a result of {nbytes} bytes: {free} {self._heap.largest_gap}"
             ) from None
-        return self.memory[offset : offset + nbytes]
+        return self._memory[offset : offset + nbytes]
 
-    def drop(self, block: Bytes) -> None:
+    def drop(self, block: memoryview) -> None:
         """Free a block that is not used any more, with its pages."""
         # Runs at the deletion of a tensor: also in a child process, which must not change it.
         if os.getpid() == self.place.process:
-            # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
-            offset = self.offset(block.__array_interface__["data"][0])
+            offset = self.offset(block)
             with suppress(OSError):
                 self._pages.madvise(mmap.MADV_REMOVE, offset, _in_pages(block.nbytes))
             self._heap.free(offset)
+
+
+def _address(memory: NDArray[Any] | memoryview) -> int:
+    # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
+    address: int = np.asarray(memory).__array_interface__["data"][0]
+    return address
 
 
 def _in_pages(nbytes: int) -> int:

@@ -45,6 +45,8 @@ MOVING_WORD = 255
 # Consecutive answers without a new operation after which a flush follows, since some operations may complete
 # after the first answer; and most questions before a flush, in case operations begin all the time.
 _ANSWERS, _MOST_QUESTIONS = 2, 5
+# Longer lists of transfers or notifications than these are searched for complete ones.
+_MANY_TRANSFERS = 64
 
 
 class ByteRuns(NamedTuple):
@@ -70,6 +72,46 @@ class ByteRuns(NamedTuple):
         return ByteRuns(offsets, sum(lengths), lengths)
 
 
+class Transfers:
+    """Incomplete transfers, each with what belongs to it, as the memory that MPI reads or writes meanwhile.
+
+    Complete ones are forgotten by ``under_way``, and when the list has doubled: a rank may put or notify all
+    the time and never wait, and a search at each addition would make the time quadratic. The caller holds the
+    lock of the segment.
+    """
+
+    def __init__(self) -> None:
+        self._incomplete: list[tuple[MPI.Request, Any, Callable[[], object]]] = []
+        self._search_at = _MANY_TRANSFERS
+
+    def __len__(self) -> int:
+        return len(self._incomplete)
+
+    @property
+    def kept(self) -> list[Any]:
+        """What belongs to each transfer."""
+        return [kept for _, kept, _ in self._incomplete]
+
+    def add(self, request: MPI.Request, kept: object, then: Callable[[], object] = bool) -> None:
+        """Add a transfer that has begun; ``then()`` is called once it is complete."""
+        self._incomplete.append((request, kept, then))
+        if len(self) > self._search_at:
+            self.under_way()
+            self._search_at = 2 * len(self) + _MANY_TRANSFERS
+
+    def under_way(self) -> bool:
+        """Whether any is incomplete."""
+        incomplete = []
+        for one in self._incomplete:
+            request, _, then = one
+            if not request.Test():
+                incomplete.append(one)
+            else:
+                then()
+        self._incomplete = incomplete
+        return bool(incomplete)
+
+
 class RmaPeer:
     """Moves bytes to and from the memory of one peer by RMA, and finds out when they have arrived there.
 
@@ -90,7 +132,7 @@ class RmaPeer:
     def __init__(self, window: MPI.Win, position: int, counters: Counters) -> None:
         self._window, self._position, self._counters = window, position, counters
         # Pending large puts, each with the value of ``begun`` at that put.
-        self._large: list[tuple[MPI.Request, int]] = []
+        self._large = Transfers()
         # Numbers of operations that have begun, and that have certainly arrived.
         self.begun, self._arrived = 0, 0
         self._question: tuple[MPI.Request, int] | None = None
@@ -98,18 +140,18 @@ class RmaPeer:
         # Questions since the last flush; consecutive answers without a new operation between them.
         self._asked, self._quiet = 0, 0
 
-    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes to the peer; do not change them until the requests are complete."""
+    def put(self, runs: ByteRuns, data: Bytes) -> MPI.Request:
+        """Begin to copy contiguous bytes to the peer; do not change them until the request is complete."""
         self.begun += 1
-        requests = _transfers(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
+        request = _transfer(runs, data, lambda part, there: self._window.Rput(part, self._position, there))
         if runs.nbytes >= _LARGE_PUT_BYTES:
-            self._large = [*self._under_way(), *((request, self.begun) for request in requests)]
-        return requests
+            self._large.add(request, self.begun)
+        return request
 
-    def get(self, runs: ByteRuns, out: Bytes) -> list[MPI.Request]:
+    def get(self, runs: ByteRuns, out: Bytes) -> MPI.Request:
         """Begin to copy bytes from the peer."""
         self.begun += 1
-        return _transfers(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
+        return _transfer(runs, out, lambda part, there: self._window.Rget(part, self._position, there))
 
     def change(
         self, word: int, values: NDArray[np.int64], before: NDArray[np.int64], op: MPI.Op = MPI.REPLACE
@@ -140,8 +182,8 @@ class RmaPeer:
     def _take_answer(self, question: MPI.Request, then: int) -> None:
         # ``then`` is how many operations had begun when the question was sent. An answer is looked for only
         # when large puts from before it are complete, since a flush would wait for these.
-        self._large = self._under_way()
-        if any(begun <= then for _, begun in self._large) or not question.Test():
+        self._large.under_way()
+        if any(begun <= then for begun in self._large.kept) or not question.Test():
             return
         self._question = None
         self._quiet = self._quiet + 1 if then == self.begun else 0
@@ -152,21 +194,17 @@ class RmaPeer:
         self._counters.flushes += 1
         self._arrived, self._asked, self._quiet = self.begun, 0, 0
 
-    def _under_way(self) -> list[tuple[MPI.Request, int]]:
-        return [large for large in self._large if not large[0].Test()]
 
-
-def _transfers(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> list[MPI.Request]:
-    # At most one: short runs travel together, as one datatype.
+def _transfer(runs: ByteRuns, data: Bytes, call: Callable[[Any, Any], MPI.Request]) -> MPI.Request:
+    # Short runs travel together, as one datatype.
     if len(runs.offsets) == 1:
         # By far the most frequent case: needs no datatype of its own.
-        there = runs.offsets[0], runs.nbytes, MPI.BYTE
-        return [call([data, MPI.BYTE], there)] if runs.nbytes else []
+        return call([data, MPI.BYTE], (runs.offsets[0], runs.nbytes, MPI.BYTE))
     first = runs.offsets[0]
     kind = MPI.BYTE.Create_hindexed(runs.lengths, [offset - first for offset in runs.offsets])
     kind.Commit()
     try:
-        return [call([data, MPI.BYTE], (first, 1, kind))]
+        return call([data, MPI.BYTE], (first, 1, kind))
     finally:
         # MPI keeps the datatype as long as an operation uses it.
         kind.Free()
@@ -202,7 +240,7 @@ class Atomics:
         self._window, self._positions, self._lock = window, positions, lock
         # Function that asks a rank and returns the test for its answer; None if no answer is needed.
         self.responding = None if immediate else self._responding
-        self._asked: list[tuple[MPI.Request, object]] = []
+        self._asked = Transfers()
         # Whether other threads may call MPI during an operation, which then needs no progress by them.
         self._together = immediate and thread_level() == MPI.THREAD_MULTIPLE
         self._spare: list[_OperationMemory] = []
@@ -214,8 +252,8 @@ class Atomics:
         with self._lock:
             request = self._window.Rget(answer, target, (0, 8, MPI.BYTE))
             # Keeps the memory of pending answers, also if their wait was given up.
-            self._asked = [asked for asked in self._asked if not asked[0].Test()]
-            self._asked.append((request, answer))
+            self._asked.under_way()
+            self._asked.add(request, answer)
 
         def answered() -> bool:
             with self._lock:
@@ -270,8 +308,6 @@ class Atomics:
         return int(before[0])
 
 
-# Longer lists of transfers or notifications than these are searched for complete ones.
-_MANY_TRANSFERS = 64
 # Most notifications that travel as one message: Open MPI refuses more than 4 KiB between hosts.
 _MOST_WORDS = 64
 
@@ -303,34 +339,6 @@ class SharedLink:
         return True
 
 
-class _Transfers:
-    """Incomplete transfers, each with the memory that MPI reads or writes meanwhile.
-
-    Complete ones are forgotten by ``under_way``, and when the list has doubled: a rank may put or notify all
-    the time and never wait, and a search at each addition would make the time quadratic.
-    """
-
-    def __init__(self) -> None:
-        self._incomplete: list[tuple[MPI.Request, object]] = []
-        self._search_at = _MANY_TRANSFERS
-
-    def __len__(self) -> int:
-        return len(self._incomplete)
-
-    def add(self, request: MPI.Request, memory: object) -> None:
-        """Add a transfer that has begun."""
-        self._incomplete.append((request, memory))
-        if len(self) > self._search_at:
-            self.under_way()
-            self._search_at = 2 * len(self) + _MANY_TRANSFERS
-
-    def under_way(self) -> bool:
-        """Whether any is incomplete."""
-        if self._incomplete:
-            self._incomplete = [one for one in self._incomplete if not one[0].Test()]
-        return bool(self._incomplete)
-
-
 @dataclass
 class _Delivery:
     """Some puts, the notification after them, and their progress.
@@ -342,7 +350,7 @@ class _Delivery:
         removed                  its word is on the way
     """
 
-    transfers: _Transfers = field(default_factory=_Transfers)
+    transfers: Transfers = field(default_factory=Transfers)
     # Whether any put has begun: a put that is complete at this rank may not be complete at the peer.
     begun: bool = False
     notification: tuple[int, int] | None = None
@@ -350,20 +358,6 @@ class _Delivery:
     last: bool = False
     # Number of operations whose arrival the notification awaits; None until MPI has read all sources.
     upto: int | None = None
-
-
-@dataclass
-class _Get:
-    """Incomplete transfers of a get, and the function to call when all are complete."""
-
-    then: Callable[[], None] | None
-    transfers: _Transfers = field(default_factory=_Transfers)
-
-    def over(self) -> bool:
-        over = not self.transfers.under_way()
-        if over and self.then is not None:
-            self.then()
-        return over
 
 
 _P = ParamSpec("_P")
@@ -412,46 +406,42 @@ class RemoteLink:
         self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
-        self._words = _Transfers()
-        self._gets: list[_Get] = []
+        self._words = Transfers()
+        self._gets = Transfers()
         # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
         self.moving = self._untold = 0
 
     @_reaching
-    def put(self, runs: ByteRuns, data: Bytes) -> list[MPI.Request]:
-        """Begin to copy contiguous bytes into the peer's segment; do not change them until they are sent."""
+    def put(self, runs: ByteRuns, data: Bytes) -> MPI.Request:
+        """Begin to copy a byte or more into the peer's segment; do not change them until they are sent."""
         with self._lock:
             self._busy.add(self)
-            total = runs.nbytes
-            self._untold += total
+            self._untold += runs.nbytes
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
-            requests = self._rma.put(runs, data) if total else []
-            self._open.begun |= bool(requests)
-            for request in requests:
-                self._open.transfers.add(request, data)
-            return requests
+            request = self._rma.put(runs, data)
+            self._open.begun = True
+            self._open.transfers.add(request, data)
+            return request
 
     @_reaching
     def get(
-        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], None] | None = None
-    ) -> list[MPI.Request]:
-        """Begin to copy bytes out of the peer's segment; ``out`` has them once the requests are complete.
+        self, runs: ByteRuns, out: Bytes, *, keep: bool = False, then: Callable[[], object] = bool
+    ) -> MPI.Request:
+        """Begin to copy a byte or more from the peer's segment; ``out`` has them once that is complete.
 
-        With ``keep``, the link keeps ``out`` until then, and calls ``then()`` afterwards; test the requests
+        With ``keep``, the link keeps ``out`` until then, and calls ``then()`` afterwards; test the request
         only with the lock held.
         """
         with self._lock:
             self._untold += runs.nbytes * keep
             if self._untold >= _TOLD_BYTES:
                 self._tell(self._untold)
-            requests = self._rma.get(runs, out)
+            request = self._rma.get(runs, out)
             if keep:
                 self._busy.add(self)
-                self._gets.append(_Get(then))
-                for request in requests:
-                    self._gets[-1].transfers.add(request, out)
-            return requests
+                self._gets.add(request, out, then)
+            return request
 
     @_reaching
     def notify(self, word: int, value: int, *, ordered: bool = True, last: bool = False) -> None:
@@ -483,9 +473,9 @@ class RemoteLink:
                 if delivery.upto is None and not delivery.transfers.under_way():
                     delivery.upto = self._rma.begun if delivery.begun else 0
             self._send_arrived()
-            self._gets = [get for get in self._gets if not get.over()]
+            gets = self._gets.under_way()
             reads = self._open.transfers.under_way() or any(one.transfers for one in self._pending)
-            moves = reads or bool(self._gets)
+            moves = reads or gets
             self._untold *= moves
             if self.moving and not moves:
                 self._tell(-self.moving)

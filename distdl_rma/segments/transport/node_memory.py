@@ -259,18 +259,12 @@ class NodeMemory:
 def has_pages(memory: Bytes) -> bool:
     """Whether the kernel has provided any page of page-aligned memory; True if that is unknown."""
     known = (ctypes.c_ubyte * -(-memory.nbytes // mmap.PAGESIZE))()
-    mincore = _mincore()
-    return not mincore or mincore(memory.ctypes.data, memory.nbytes, known) != 0 or any(known)
-
-
-def _mincore() -> Callable[..., int] | None:
-    # System call that tells which pages are provided; None if it is missing.
     try:
-        call = ctypes.CDLL(None).mincore
+        mincore = ctypes.CDLL(None).mincore
     except (OSError, AttributeError):
-        return None
-    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p], ctypes.c_int
-    return cast(Callable[..., int], call)
+        return True
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return mincore(memory.ctypes.data, memory.nbytes, known) != 0 or any(known)
 
 
 def _free() -> int:

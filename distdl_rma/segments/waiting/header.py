@@ -261,7 +261,7 @@ class PeerHeaders:
         self.segment = segment
         self._namespace = namespace()
         # Pending gets; the last answer of each rank of another node, and its time.
-        self._asked: dict[int, tuple[list[MPI.Request], Bytes]] = {}
+        self._asked: dict[int, tuple[MPI.Request, Bytes]] = {}
         self._answers: dict[int, tuple[HeaderRecord, float]] = {}
         # By rank: when its last record was written (its clock), when this rank first read it (own clock).
         self._last: dict[int, tuple[float, float]] = {}
@@ -331,10 +331,9 @@ class PeerHeaders:
                 if rank not in self._asked:
                     header = np.empty(HEADER_BYTES, np.uint8)
                     link = cast(RemoteLink, self.segment.link(rank))
-                    requests = link.get(ByteRuns((0,), HEADER_BYTES), header)
-                    self._asked[rank] = requests, header
-                requests, header = self._asked[rank]
-                if not all(request.Test() for request in requests):
+                    self._asked[rank] = link.get(ByteRuns((0,), HEADER_BYTES), header), header
+                request, header = self._asked[rank]
+                if not request.Test():
                     return False
             except (PeerFailedError, MPI.Exception):
                 # The network has lost a killed rank, so there is no answer.

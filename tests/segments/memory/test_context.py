@@ -158,7 +158,7 @@ def test_a_wait_that_timed_out_can_be_resumed(machine):
         def Test(self):  # noqa: N802
             return bool(complete)
 
-    queue.post(machine.rank, [Request()], None, lambda: finished.append(1))
+    queue.post(machine.rank, Request(), None, lambda: finished.append(1))
     with pytest.raises(ExchangeTimeout, match=r"to take 1 operation\(s\) of queue 'slow'"):
         queue.wait(timeout=0)
     assert not finished and len(queue) == 1

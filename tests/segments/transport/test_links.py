@@ -60,15 +60,14 @@ def wire(window):
 
 
 def put_to(wire, nbytes=8):
-    return wire.put(ByteRuns((0,), nbytes), np.ones(nbytes, np.uint8))[0]
+    return wire.put(ByteRuns((0,), nbytes), np.ones(nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("way", ["put", "get"])
-def test_stretches_are_one_transfer_and_nothing_is_none(window, wire, way):
+def test_stretches_are_one_transfer(window, wire, way):
     stretches = ByteRuns.together([(5, 1), (0, 3), (9, 4)])
     assert stretches.nbytes == 8
-    assert len(getattr(wire, way)(stretches, np.ones(8, np.uint8))) == 1
-    assert getattr(wire, way)(ByteRuns((5,), 0), np.ones(0, np.uint8)) == []
+    getattr(wire, way)(stretches, np.ones(8, np.uint8))
     assert len(window.puts if way == "put" else window.gets) == 1
 
 

@@ -34,7 +34,7 @@ def put(segment, rank, begin, data):
     if link.memory is not None:
         link.memory[begin : begin + data.size] = data
         return []
-    return link.put(ByteRuns((begin,), data.size), data)
+    return [link.put(ByteRuns((begin,), data.size), data)]
 
 
 def get(segment, rank, begin, out):
@@ -42,7 +42,7 @@ def get(segment, rank, begin, out):
     if link.memory is not None:
         out[:] = link.memory[begin : begin + out.size]
         return []
-    return link.get(ByteRuns((begin,), out.size), out)
+    return [link.get(ByteRuns((begin,), out.size), out)]
 
 
 def complete(segment, requests):

@@ -245,7 +245,7 @@ def test_rank_of_another_node_that_left_and_answers_no_more_is_missed_at_a_close
 
     def get(runs, out, *, keep=False):
         out[:] = memories[1]
-        return [SimpleNamespace(Test=lambda: answers[0])]
+        return SimpleNamespace(Test=lambda: answers[0])
 
     near = watch._segment.link
     far = SimpleNamespace(memory=None, get=get, moving=0)

@@ -23,9 +23,9 @@ summed in the order of the partition on every rank, so that ranks which get the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import chain, islice, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,20 +38,17 @@ from distdl_rma.geometry.exchange import Exchange, Piece
 from distdl_rma.layers.dtypes import MOVING, NUMPY, as_words, sum_dtype, word_dtype
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, anchor, first_derivative
 from distdl_rma.layers.ops.core.order import channel_of
-from distdl_rma.layers.ops.core.result_memory import landing, result
+from distdl_rma.layers.ops.core.result_memory import result, tensor_over
 from distdl_rma.layers.ops.core.tensors import as_tensor
 from distdl_rma.layers.staging import from_host, to_host
 from distdl_rma.segments.channel import Channel
 from distdl_rma.segments.collectives.reduction import without_fp_errors
-from distdl_rma.segments.lanes import SLOTS
-from distdl_rma.segments.large_arrays import LARGE_NBYTES, copy
+from distdl_rma.segments.large_arrays import LARGE_NBYTES
 from distdl_rma.segments.machine import Machine
 
 # Parts of a result: the slices of each (None for the whole result), and its data (None if the sender has
 # already put them into the result), an array or a tensor.
 _Parts = Iterator[tuple[tuple[slice, ...] | None, Any]]
-# Smaller pieces stay in the cache between two reads in any case.
-_COPIED_NBYTES = 1 << 20
 
 
 class CallSite(NamedTuple):
@@ -98,7 +95,6 @@ class OneWay:
 
         pieces are disjoint          each piece is copied to its place
         several ranks own elements   pieces are summed, own ones at this rank's turn in the partition's order
-        the result is the block      large blocks that are sent too are copied while they are in the cache
         a sender knows the result    it has put its pieces there already (``landed``)
 
     Short types are summed in a longer one, and rounded once. A result has memory of its own, which nobody
@@ -118,9 +114,6 @@ class OneWay:
         # None where a piece is the whole result.
         self._mine = [(_where(piece.target, need), piece.box.slices(own)) for piece in exchange.local]
         self._theirs = [_where(piece.box, need) for piece in channel.receives]
-        # Slices of parts that are copied to the result while they are sent; and these results, by epoch.
-        self._copy_slices = [piece.box.slices(own) for piece in _sent_and_kept(channel)]
-        self._copied_results: dict[int, torch.Tensor] = {}
         # All ranks sum in the partition's order, for equal results. Without sums local pieces come first.
         self._before = channel.count(0 if exchange.disjoint else exchange.before_local)
         first = [*channel.receives[: self._before], *exchange.local, *channel.receives][:1]
@@ -148,25 +141,9 @@ class OneWay:
             parts = channel.cut(as_words(x))
         else:
             parts = to_host(channel.cut(x)).wait() if channel.sends else []
-        if self._copy_slices and x.is_cpu:
-            y = result(self._shape, self.dtype)
-            epoch = channel.start(self._copied_while_sent(parts, y))
-            self._copied_results[epoch] = y
-            # The result of an epoch that was given up may still be here.
-            self._copied_results.pop(epoch - SLOTS, None)
-        else:
-            epoch = channel.start(parts)
+        epoch = channel.start(parts)
         mark("")
         return x, epoch
-
-    def _copied_while_sent(self, parts: Iterable[Any], y: torch.Tensor) -> Iterator[Any]:
-        # Each piece is read twice in a row, the second time from the cache. In one thread numpy copies: for
-        # memory larger than a core's own cache, torch's copy takes a tenth longer.
-        kept = as_words(y)
-        for part, where in zip_longest(parts, self._copy_slices):
-            if where is not None:
-                copy(kept[where], part)
-            yield part
 
     def arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
         """Receive an epoch into a new tensor; blocking. Elements that several ranks own are summed."""
@@ -177,16 +154,11 @@ class OneWay:
         return y
 
     def _arrive(self, x: torch.Tensor, epoch: int) -> torch.Tensor:
-        copied = self._copied_results.pop(epoch, None)
-        if copied is not None:
-            for _ in self.channel.receive(epoch):
-                pass
-            return copied
-        landed: Any = self.channel.take_result(epoch)
+        landed = self.channel.take_result(epoch)
         if not x.is_cpu:
             y = x.new_empty(self._shape, dtype=self._wide)
         else:
-            y = result(self._shape, self._wide) if landed is None else landed
+            y = result(self._shape, self._wide) if landed is None else tensor_over(landed, self._wide)
         # An array would keep memory that moves to the disk while this rank waits.
         kind = self._array_dtype if x.is_cpu and not MOVING else None
         own: Any = x if kind is None else as_words(x).view(kind)
@@ -351,7 +323,7 @@ def uploaded(
 
     def arrays() -> Iterator[Any]:
         for lies, (piece, words) in zip(channel.landed, channel.receive(epoch), strict=True):
-            yield as_words(landed[piece.box.slices(channel.exchange.need)]) if lies else words
+            yield landed[piece.box.slices(channel.exchange.need)] if lies else words
 
     count = sum(piece.box.volume for piece in channel.receives)
     return zip(channel.receives, from_host(arrays(), count, dtype, device), strict=True)
@@ -368,24 +340,8 @@ def movements_through(
     ]
 
 
-def _sent_and_kept(channel: Channel) -> list[Piece]:
-    # Pieces for the first peer, if the local piece is large and consists of the same elements, in the same
-    # place of the result; else none. Only where this rank receives nothing: the start completes the result.
-    exchange = channel.exchange
-    if channel.receives or len(exchange.local) != 1 or not channel.sends:
-        return []
-    (kept,) = exchange.local
-    first = [piece for piece in channel.sends if piece.peer == channel.sends[0].peer]
-    complete = sum(piece.box.volume for piece in first) == kept.box.volume == exchange.need.volume
-    here = kept.target == kept.box == exchange.own
-    large = kept.box.volume * channel.dtype.itemsize >= _COPIED_NBYTES
-    inside = all((piece.box & kept.box) == piece.box for piece in first)
-    return first if complete and here and large and inside else []
-
-
 def _channel(machine: Machine, exchange: Exchange, dtype: torch.dtype, name: str) -> Channel:
-    make_result = partial(landing, exchange.need.shape, dtype)
-    return channel_of(machine, exchange, word_dtype(dtype, name), name, make_result)
+    return channel_of(machine, exchange, word_dtype(dtype, name), name)
 
 
 def _close_all(channels: list[Channel]) -> None:

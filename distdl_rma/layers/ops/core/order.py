@@ -45,7 +45,6 @@ from distdl_rma.segments.collectives.allreduce import Allreduce
 from distdl_rma.segments.collectives.reduction import Element
 from distdl_rma.segments.machine import Machine
 from distdl_rma.segments.mailbox import BufferedAllreduce, BufferedChannel, BufferedVectors
-from distdl_rma.segments.transport.arena import Landing
 
 # Half-open range of the inputs that outputs [start, stop) of one dimension read.
 Reads = Callable[[int, int], tuple[int, int]]
@@ -62,17 +61,11 @@ def in_order(machine: Machine) -> bool:
     return machine.mailbox is not None
 
 
-def channel_of(
-    machine: Machine,
-    exchange: Exchange,
-    dtype: DTypeLike,
-    name: str,
-    make_result: Callable[[], Landing],
-) -> Channel:
-    """Channel of an exchange; local to make. ``make_result`` makes memory that peers may put results to."""
+def channel_of(machine: Machine, exchange: Exchange, dtype: DTypeLike, name: str) -> Channel:
+    """Channel of an exchange, whose results peers may put to; local to make."""
     if machine.mailbox is not None:
         return BufferedChannel(machine.segments, exchange, dtype, name, machine.mailbox)
-    return Channel(machine.segments, exchange, dtype, name, make_result)
+    return Channel(machine.segments, exchange, dtype, name, lands=True)
 
 
 def vectors_of(machine: Machine, ranks: Sequence[int], count: int, name: str) -> Vectors:
