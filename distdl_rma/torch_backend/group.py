@@ -95,7 +95,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         if len(layout.nodes) == 1:
             self._callers = rounds = NodeSlots(manager, ranks, name)
             ways = NodeCollectives(rounds)
-            self._queue.progress = rounds.steps
+            self._queue.progress = lambda: rounds.number
         else:
             self._callers = ways = InterNodeCollectives(manager, self._messages, layout, name)
             self._compare = ways.compare

@@ -200,10 +200,6 @@ class NodeSlots(Callers):
         for words in self.peer_words:
             words[word] = number
 
-    def steps(self) -> int:
-        """How many rounds have begun."""
-        return self.number
-
     def leave(self) -> None:
         """Announce to all ranks that this one reads and writes their memory no more."""
         self.read(_FOREVER)

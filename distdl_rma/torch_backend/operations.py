@@ -124,7 +124,7 @@ class OperationQueue:
                     for look in self._patience[waits]:
                         if over := self.advance():
                             break
-                        if look >= self._spins:
+                        if look > self._spins:
                             os.sched_yield()
                 finally:
                     if not over:

@@ -36,14 +36,8 @@ _AS_WORDS |= {
 # Torch's names, and those of the segments, by the hash of torch's operation: it has two types for one, with
 # equal hashes, which are read faster than the operations are compared.
 OPERATIONS = {
-    hash(ReduceOp.SUM): ("sum", "sum"),
-    hash(ReduceOp.AVG): ("avg", "mean"),
-    hash(ReduceOp.PRODUCT): ("product", "prod"),
-    hash(ReduceOp.MIN): ("min", "min"),
-    hash(ReduceOp.MAX): ("max", "max"),
-    hash(ReduceOp.BAND): ("band", "band"),
-    hash(ReduceOp.BOR): ("bor", "bor"),
-    hash(ReduceOp.BXOR): ("bxor", "bxor"),
+    hash(getattr(ReduceOp, name.upper())): (name, {"avg": "mean", "product": "prod"}.get(name, name))
+    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 }
 
 # Why a tensor cannot be filled.
