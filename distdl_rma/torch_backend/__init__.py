@@ -4,9 +4,8 @@ Single collective calls on any tensors, for DistributedDataParallel, FSDP, DTens
 It needs torch, ``segments`` and ``geometry``, and of ``layers`` the types of tensors and their sums; no other
 wing imports it. Begin with ``collectives.py``, where a call of torch becomes data that move by one of five
 ways, and ``group.py``, which begins it. The ways are in ``on_node.py``, by rounds of ``node_slots.py``, and
-``inter_node.py``. ``quick.py`` is the short way of known vectors. ``operations.py`` advances what has begun,
-and ``work.py`` lets torch wait for it. ``registration.py`` and ``creation.py`` make the backend known to
-torch.
+``inter_node.py``. ``operations.py`` advances what has begun, and ``work.py`` lets torch wait for it.
+``registration.py`` and ``creation.py`` make the backend known to torch.
 
 Importing it is cheap: torch is told of the backend, and the first group loads the rest.
 """

@@ -65,13 +65,15 @@ class Callers:
         self.manager, self.ranks, self.name = manager, tuple(ranks), name
         self.size, self.me = len(self.ranks), self.ranks.index(manager.rank)
         self.call = Call("nothing")
-        # Ranks that the call waits for, as far as this one knows.
-        self.late: tuple[int, ...] = ()
+
+    def late(self) -> tuple[int, ...]:
+        """Ranks that the call waits for, as far as this one knows."""
+        raise NotImplementedError
 
     def waiting(self) -> WaitReason:
         """Which ranks the call waits for, for messages."""
         what = f"in {self.call.text} of group {self.name!r}"
-        return WaitReason(self.late, what, "did every rank make the same calls?")
+        return WaitReason(self.late(), what, "did every rank make the same calls?")
 
     def mismatch(self, position: int, encoded: bytes) -> MismatchError:
         """Error where the rank at a position calls something else."""

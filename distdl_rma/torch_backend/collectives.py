@@ -23,6 +23,7 @@ call: see ``Prepared``. So every refusal comes before any data move, and one pla
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,13 +34,16 @@ from torch.distributed import ReduceOp
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
+from distdl_rma.torch_backend.calls import Call
 from distdl_rma.torch_backend.inter_node import InterNodeCollectives
-from distdl_rma.torch_backend.on_node import NodeCollectives
+from distdl_rma.torch_backend.on_node import Cuts, NodeCollectives
 from distdl_rma.torch_backend.tensors import (
     OPERATIONS,
     Flat,
+    array_at,
     check,
     check_alike,
+    facts,
     parts_of,
     reducer_of,
     rows_of,
@@ -54,11 +58,13 @@ Lists = Sequence[Tensors]
 Pairs = Sequence[tuple[Tensor, list[Tensor]]]
 Ways = NodeCollectives | InterNodeCollectives
 
-# A call that can begin: its text; the tensors whose sizes and types complete this text, equal on all ranks; a
-# maker of the script that moves the data; the tensors that the work returns; and those among the flat arrays
-# that the script fills, which are copied back to their tensors after it. A plain tuple: a named one would
-# take another call of Python.
-Prepared = tuple[str, Tensors, Callable[[], Script], Any, Sequence[Flat]]
+# A call that can begin: its kind; a maker of the script that moves the data; the tensors that the work
+# returns; and those among the flat arrays that the script fills, which are copied back to their tensors after
+# it. A plain tuple: a named one would take another call of Python.
+Prepared = tuple[Call, Callable[[], Script], Any, Sequence[Flat]]
+# What is kept for calls that come again, at most.
+_KEPT = 1024
+_PLAIN = Tensor, torch.nn.Parameter
 
 
 class Member:
@@ -70,14 +76,28 @@ class Member:
         self.where = f"in group {name!r}"
         # A reduction keeps memory for sums, so calls of one kind share it: only one of them runs at a time.
         self._reducers: dict[Hashable, Reduction] = {}
+        self._calls: dict[Hashable, Call] = {}
+        # All-reduces that have been cut, see ``allreduce``.
+        self.cuts: dict[Hashable, tuple[Call, Cuts]] = {}
+
+    def call(self, what: str, tensors: Tensors) -> Call:
+        """Kind of a call, whose text is completed by tensors with the same sizes and types on all ranks."""
+        key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            text = f"{what} of {facts(tensors)}" if tensors else what
+            call = self._calls[key] = Call(text, key)
+        return call
 
     def reducer(self, op: Any, dtype: torch.dtype) -> Reduction:
         """Reduction by an operation of torch; kept."""
-        reducer = self._reducers.get((op, dtype))
+        key = hash(op), dtype
+        reducer = self._reducers.get(key)
         if reducer is None:
-            reducer = self._reducers[op, dtype] = reducer_of(
-                op, dtype, self.size, self.where.removeprefix("in ")
-            )
+            reducer = reducer_of(op, dtype, self.size, self.where.removeprefix("in "))
+            self._reducers[key] = reducer
         return reducer
 
     def check_list(self, one: Tensor, several: Tensors, who: str, alike: Iterable[int]) -> None:
@@ -106,7 +126,7 @@ def broadcast(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
         outs = [data if rank == root else None for rank in range(at.size)]
         return at.ways.spread(sizes, data if at.me == root else data[:0], outs)
 
-    return f"broadcast from rank {root}", [tensor], script, [tensor], [flat]
+    return at.call(f"broadcast from rank {root}", [tensor]), script, [tensor], [flat]
 
 
 def allgather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
@@ -156,7 +176,7 @@ def _all_gather(at: Member, what: str, pairs: Pairs, result: Any) -> Prepared:
             yield from at.ways.spread([array.size for array in arrays], data, arrays)
 
     every = [target for _, targets in pairs for target in targets]
-    return what, every, script, result, list(chain.from_iterable(outs))
+    return at.call(what, every), script, result, list(chain.from_iterable(outs))
 
 
 def gather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Prepared:
@@ -169,7 +189,7 @@ def gather(at: Member, outputs: Lists, inputs: Tensors, opts: Any = None) -> Pre
         data = _apart(source.bytes, [*outs[:root], *outs[root + 1 :]])
         return at.ways.spread([data.size] * at.size, data, outs or [None] * at.size, root)
 
-    return f"gather to rank {root}", [tensor], script, [targets], flats
+    return at.call(f"gather to rank {root}", [tensor]), script, [targets], flats
 
 
 def scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Prepared:
@@ -182,7 +202,7 @@ def scatter(at: Member, outputs: Tensors, inputs: Lists, opts: Any = None) -> Pr
         sends = [part.bytes for part in parts] or [out[:0]] * at.size
         return at.ways.deal(sends, [out if rank == root else out[:0] for rank in range(at.size)])
 
-    return f"scatter from rank {root}", [tensor], script, [tensor], [flat]
+    return at.call(f"scatter from rank {root}", [tensor]), script, [tensor], [flat]
 
 
 def _with_list_at_root(
@@ -233,7 +253,36 @@ def _all_to_all(at: Member, what: str, outputs: list[Tensor], inputs: list[Tenso
 
     # Sizes differ between ranks, which compare them by pairs in ``deal``.
     kind = str(outputs[0].dtype).removeprefix("torch.")
-    return f"{what} of {kind}", [], script, result, flats
+    return at.call(f"{what} of {kind}", []), script, result, flats
+
+
+def allreduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
+    """Reduce a tensor in place on all ranks.
+
+    A training loop reduces the same tensors in each step. So what a call needs of one is kept by its address,
+    which is only a key: the script that uses the memory keeps the tensor of its call. Freed memory that
+    another tensor gets is thus that of the new tensor.
+    """
+    tensor, op, ways = single(tensors, f"all_reduce {at.where}"), op_of(opts), at.ways
+    key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, hash(op)) if _is_plain(tensor) else None
+    known = at.cuts.get(key)
+    if known is None:
+        prepared = all_reduce(at, "all_reduce", [tensor], op)
+        if key is None or tensor.is_complex() or not tensor.numel() or not isinstance(ways, NodeCollectives):
+            return prepared
+        if len(at.cuts) >= _KEPT:
+            at.cuts.clear()
+        reducer = at.reducer(op, tensor.dtype)
+        x = array_at(tensor.data_ptr(), reducer.element.storage, tensor.numel())
+        known = at.cuts[key] = prepared[0], Cuts(ways, x, reducer)
+    call, cuts = known
+    return call, partial(cuts.node.reduce_cut, cuts, None, tensor), [tensor], []
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Its elements are contiguous in memory. Subclasses may keep their elements elsewhere.
+    strided = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_cpu
+    return strided and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def allreduce_coalesced(at: Member, tensors: Tensors, opts: Any = None) -> Prepared:
@@ -252,8 +301,9 @@ def all_reduce(at: Member, what: str, tensors: list[Tensor], op: Any, root: int 
             yield from at.ways.reduce(flat.elements, reducer, root)
 
     # Without tensors nothing has looked the operation up.
-    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
-    return named if root is None else f"{named} to rank {root}", tensors, script, tensors, flats
+    named = f"{what}({OPERATIONS[hash(op)][0]})" if reducers else what
+    named = named if root is None else f"{named} to rank {root}"
+    return at.call(named, tensors), script, tensors, flats
 
 
 def reduce(at: Member, tensors: Any, opts: Any = None, *_: Any) -> Prepared:
@@ -301,8 +351,8 @@ def _reduce_scatter(at: Member, what: str, pairs: Pairs, opts: Any) -> Prepared:
             yield from at.ways.reduce_scatter(arrays, out, reducer)
 
     every = [part for _, parts in pairs for part in parts]
-    named = f"{what}({OPERATIONS[op][0]})" if reducers else what
-    return named, every, script, [out for out, _ in pairs], flats
+    named = f"{what}({OPERATIONS[hash(op)][0]})" if reducers else what
+    return at.call(named, every), script, [out for out, _ in pairs], flats
 
 
 def _apart(data: Array, targets: Sequence[Array]) -> Array:
@@ -314,7 +364,7 @@ def _apart(data: Array, targets: Sequence[Array]) -> Array:
 def op_of(opts: Any) -> Any:
     """Reduction operation of some options, or the operation itself; the sum if None."""
     found = getattr(opts, "reduceOp", opts)
-    return ReduceOp.SUM if found is None else getattr(found, "op", found)
+    return ReduceOp.SUM if found is None else found
 
 
 def root_of(opts: Any, ranks: int, who: str) -> int:

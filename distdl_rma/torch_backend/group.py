@@ -9,8 +9,8 @@ The way of a collective, from torch to the data::
     ways         the script: rounds of node_slots on a node, MPI between nodes
     queue        copies results back to tensors that are not contiguous; the work is over
 
-Two calls leave this way. An all-reduce of a tensor that has been reduced before takes the short way of
-``quick.py``. Messages of two ranks have a list of their own in the queue, and wait for no collective.
+Only messages of two ranks leave this way: they have a list of their own in the queue, and wait for no
+collective.
 
 A group *has* a queue, ways, messages and a :class:`Member`; nothing of these knows torch's class. torch's own
 class is a base class all the same, since torch calls its groups from C++.
@@ -19,7 +19,7 @@ class is a base class all the same, since torch calls its groups from C++.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
 from distdl_rma.errors import DistdlError, ShapeError, UnsupportedError
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
@@ -35,18 +35,15 @@ from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.manager import SegmentManager
 from distdl_rma.torch_backend import collectives
 from distdl_rma.torch_backend.calls import Call, Callers
-from distdl_rma.torch_backend.collectives import Member, Prepared, Tensor, Ways, op_of
+from distdl_rma.torch_backend.collectives import Member, Prepared, Tensor, Ways
 from distdl_rma.torch_backend.inter_node import InterNodeCollectives
 from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
 from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 from distdl_rma.torch_backend.point_to_point import PointToPoint
-from distdl_rma.torch_backend.quick import QuickReductions
-from distdl_rma.torch_backend.tensors import OPERATIONS, OVERLAP, Flat, check, facts, single
+from distdl_rma.torch_backend.tensors import OVERLAP, Flat, check, single
 from distdl_rma.torch_backend.work import GroupWork
 
-# What is kept for calls that come again, at most.
-_KEPT = 1024
 # Typed as anything: the methods have more than one of torch's spellings.
 _Base: Any = ProcessGroup
 
@@ -57,7 +54,7 @@ def _collective(prepare: Callable[..., Prepared]) -> Callable[..., Work]:
     @wraps(prepare)
     def call(group: RmaProcessGroup, /, *args: Any, **kwargs: Any) -> Work:
         try:
-            return group._begin(prepare(group._member, *args, **kwargs))
+            return group._begin(prepare(group._member, *args, **kwargs), args[-1] if args else None)
         except Exception as error:
             group.refuse(prepare.__name__, error)
             raise
@@ -89,7 +86,6 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         self._messages = Messages(manager, ranks, f"messages of process group {name}")
         self._messages.connect()
         self._points = PointToPoint(self._messages, self._queue, me, name)
-        self._quick: QuickReductions | None = None
         # Who is told of each call before it moves data; and what compares the calls of all ranks first, where
         # the rounds of a node do not do so by themselves.
         self._callers: Callers
@@ -99,41 +95,42 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         if len(layout.nodes) == 1:
             self._callers = rounds = NodeSlots(manager, ranks, name)
             ways = NodeCollectives(rounds)
-            self._quick = QuickReductions(rounds, self._queue, ways)
-            self._queue.progress = rounds.steps
+            self._queue.progress = lambda: rounds.number
         else:
             self._callers = ways = InterNodeCollectives(manager, self._messages, layout, name)
             self._compare = ways.compare
         self._ways, self._member = ways, Member(me, size, name, ways)
-        self._calls: dict[Hashable, Call] = {}
         # One work for all calls that have waited already: nobody else sees it.
         self._over = GroupWork(self._queue, [], [], None)
         # The works of a block of coalesced calls, None outside of one.
         self._coalescing: list[GroupWork] | None = None
-        # The latest works on one element, see ``allreduce``.
+        # The latest works on one element. DDP passes the work that counts the joined ranks to C++. There it
+        # would wait for ever once Python holds no reference to it.
         self._counts: deque[Work] = deque(maxlen=64)
 
-    def _begin(self, prepared: Prepared) -> Work:
-        what, tensors, script, result, stored = prepared
+    def _begin(self, prepared: Prepared, opts: Any = None) -> Work:
+        call, script, result, stored = prepared
         for flat in stored:
             if flat.overlaps:
-                raise ShapeError(f"{what} {self._member.where}: {OVERLAP}")
-
-        def finish() -> None:
-            for flat in stored:
-                flat.store()
-
-        operation = self._append(self._call(what, tensors), script, finish)
-        return self._registered(GroupWork(self._queue, [operation], result, self._timeout))
-
-    def _append(self, call: Call, script: Callable[[], Script], finish: Callable[[], None]) -> PendingCall:
+                raise ShapeError(f"{call.text} {self._member.where}: {OVERLAP}")
         callers, compare = self._callers, self._compare
 
         def begin() -> Script:
             callers.call = call
             return script() if compare is None else chain(compare(), script())
 
-        return self._queue.append(PendingCall(begin, callers.waiting, finish))
+        # torch waits at once for a call that is not asynchronous, and then needs no work of its own. Between
+        # nodes a look takes much longer.
+        waits = compare is None and self._coalescing is None and not getattr(opts, "asyncOp", True)
+        operation = self._queue.append(
+            PendingCall(begin, callers.waiting, [flat.store for flat in stored]), waits
+        )
+        if waits and operation.done and operation.error is None:
+            return self._over
+        work = self._registered(GroupWork(self._queue, [operation], result, self._timeout))
+        if len(result) == 1 and isinstance(result[0], Tensor) and result[0].numel() == 1:
+            self._counts.append(work)
+        return work
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Announce to ranks that wait in a collective call that this rank refuses it; does not wait for them.
@@ -142,17 +139,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         """
         # No rank waits for a group that has ended.
         with suppress(DistdlError):
-            self._append(Call.refused(what, error), self._ways.barrier, lambda: None)
-
-    def _call(self, what: str, tensors: Sequence[Tensor]) -> Call:
-        key = (what, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) >= _KEPT:
-                self._calls.clear()
-            text = f"{what} of {facts(tensors)}" if tensors else what
-            call = self._calls[key] = Call(text, key)
-        return call
+            self._begin((Call.refused(what, error), self._ways.barrier, [], []))
 
     def shutdown(self) -> None:
         """Free the memory; operations that other ranks wait for continue. Local, idempotent."""
@@ -166,7 +153,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
                 self._messages.close()
                 if isinstance(ways, InterNodeCollectives):
                     ways.close()
-        self._quick = self._coalescing = None
+        self._coalescing = None
         self._counts.clear()
 
     abort = shutdown
@@ -183,7 +170,7 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
     scatter = _collective(collectives.scatter)
     alltoall = _collective(collectives.alltoall)
     alltoall_base = all_to_all_single = _collective(collectives.all_to_all_single)
-    _all_reduce = _collective(collectives.all_reduce)
+    allreduce = _collective(collectives.allreduce)
     allreduce_coalesced = _collective(collectives.allreduce_coalesced)
     reduce = _collective(collectives.reduce)
     reduce_scatter = _collective(collectives.reduce_scatter)
@@ -194,44 +181,12 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         """Wait until all ranks have called."""
-        return self._begin(("barrier", [], self._ways.barrier, [], []))
+        return self._begin((self._member.call("barrier", []), self._ways.barrier, [], []), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called; blocking. ``ExchangeTimeout`` names the ranks that have not."""
-        work: Any = self._begin(("monitored_barrier", [], self._ways.barrier, [], []))
+        work: Any = self._begin((self._member.call("monitored_barrier", []), self._ways.barrier, [], []))
         work.wait(timeout)
-
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Reduce a tensor in place on all ranks."""
-        # A lone tensor of a list without a call of Python.
-        lone = type(tensors) is list and len(tensors) == 1
-        tensor = tensors[0] if lone else single(tensors, "all_reduce")
-        quick = self._quick
-        if quick is not None and self._coalescing is None and _is_plain(tensor):
-            number = _number_of(opts)
-            # torch needs no work for a call that is not asynchronous.
-            hurry = not getattr(opts, "asyncOp", True)
-            begun = quick.run(tensor, number, hurry)
-            if begun is True and hurry:
-                return self._over
-            if begun is None:
-                # Raises for invalid arguments, with the same words as for tensors that are not plain.
-                op = op_of(opts)
-                work = self._all_reduce("all_reduce", [tensor], op)
-                call = self._call(f"all_reduce({OPERATIONS[op][0]})", [tensor])
-                quick.learn(tensor, number, call, self._member.reducer(op, tensor.dtype))
-                return self._held(work, tensor)
-            if begun is not False:
-                operations = [] if begun is True else [begun]
-                return self._held(GroupWork(self._queue, operations, [tensor], self._timeout), tensor)
-        return self._held(self._all_reduce("all_reduce", [tensor], op_of(opts)), tensor)
-
-    def _held(self, work: Work, tensor: Tensor) -> Work:
-        # DDP passes the work that counts the joined ranks to C++. There it would wait for ever once Python
-        # holds no reference to it.
-        if tensor.numel() == 1:
-            self._counts.append(work)
-        return work
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
@@ -254,10 +209,10 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
         if flat.overlaps and verb == "recv":
             raise ShapeError(f"{who}: {OVERLAP}")
         if source:
-            finish = flat.store if verb == "recv" else None
+            finish = [flat.store] if verb == "recv" else []
             operation = self._points.begin(verb, flat.bytes, kind, peer, tag, finish)
         else:
-            operation = self._points.receive_any(flat.bytes, kind, tag, source.append, flat.store)
+            operation = self._points.receive_any(flat.bytes, kind, tag, source.append, [flat.store])
         return self._registered(GroupWork(self._queue, [operation], [tensor], self._timeout, source))
 
     def _registered(self, work: GroupWork) -> GroupWork:
@@ -324,25 +279,3 @@ class RmaProcessGroup(_Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         # torch reads them to decide whether it can save checkpoints during training.
         return [torch.device("cpu")]
-
-
-_PLAIN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    # Its elements are contiguous in memory. Subclasses may keep their elements elsewhere. The quick way does
-    # not handle complex tensors with a pending conjugation.
-    strided = type(tensor) in _PLAIN and tensor.layout is _STRIDED and tensor.is_cpu
-    return strided and tensor.is_contiguous() and not tensor.is_neg()
-
-
-# Whether the hash is the number of the operation: it is read faster than the operation.
-_HASHED = [hash(ReduceOp(op)) for op in OPERATIONS] == [op.value for op in OPERATIONS]
-
-
-def _number_of(opts: Any) -> Hashable:
-    # Key of the reduction of some options.
-    if _HASHED and type(opts) is AllreduceOptions:
-        return hash(opts.reduceOp)
-    op: Hashable = op_of(opts)
-    return op

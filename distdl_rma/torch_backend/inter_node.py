@@ -32,7 +32,6 @@ from distdl_rma.segments.collectives.between_nodes import Messages, Script, Stag
 from distdl_rma.segments.collectives.node_layout import NodeLayout
 from distdl_rma.segments.collectives.reduction import Array, Reduction
 from distdl_rma.segments.manager import SegmentManager
-from distdl_rma.segments.waiting.header import WaitReason
 from distdl_rma.torch_backend.calls import CALL_BYTES, DIGEST_BYTES, Callers
 from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.on_node import NodeCollectives
@@ -73,18 +72,14 @@ class InterNodeCollectives(Callers):
         elif layout.me in heads:
             self._across = Messages(manager, heads, f"leaders of process group {name}")
             self._across.connect()
-        # Whether the ranks of a round are waited for, which the round knows.
-        self._in_round = False
+        # Whose messages are waited for, or the rounds, which know of whom.
+        self._asked: Messages | NodeSlots = messages
 
-    def waiting(self) -> WaitReason:
-        """Which ranks are waited for, as far as this one knows: of this node, other leaders, or all."""
-        if self._in_round and self.rounds is not None:
-            return self.rounds.waiting()
-        return super().waiting()
-
-    def _wait_for(self, asked: Messages) -> None:
-        self._in_round, me = False, self.ranks[self.me]
-        self.late = tuple(rank for rank in asked.ranks if rank != me)
+    def late(self) -> tuple[int, ...]:
+        """Ranks that are waited for, as far as this one knows: of this node, other leaders, or all."""
+        if isinstance(self._asked, NodeSlots):
+            return self._asked.late()
+        return tuple(rank for rank in self._asked.ranks if rank != self.ranks[self.me])
 
     def close(self) -> None:
         """Give the communicator of the leaders back; local."""
@@ -93,7 +88,7 @@ class InterNodeCollectives(Callers):
 
     def compare(self) -> Script:
         """All ranks make the same call, or all raise ``MismatchError``; waits for all."""
-        self._wait_for(self._messages)
+        self._asked = self._messages
         if self.rounds is not None:
             self.rounds.call = self.call
         row = np.frombuffer(self.call.digest, np.int64)
@@ -270,10 +265,9 @@ class InterNodeCollectives(Callers):
 
     def _on_node(self, begin: Callable[[NodeCollectives], Script]) -> Script:
         if self._node is not None:
-            self._in_round = True
+            self._asked = self._node.rounds
             yield from begin(self._node)
-        if self._across is not None:
-            self._wait_for(self._across)
+        self._asked = self._across or self._asked
 
 
 def _window(sizes: Sequence[int], begin: int, most: int) -> list[int]:

@@ -26,7 +26,7 @@ waits for a rank also compares what it calls. Each word has one writer and only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,8 @@ class NodeSlots(Callers):
        (``all_made``);
     4. announces that it has read the round (``read``).
 
-    The announcements are written out three times, and the waits begin with a look of their own: a small
-    all-reduce takes a few microseconds, and each call of Python is a part of these.
+    A wait is a look that is repeated. The announcements are written out three times: a small all-reduce takes
+    a few microseconds, and each call of Python is a part of these.
 
     The word that announces a round has the number of the kind of call of its rank. A rank that sees another
     number raises ``MismatchError``; all ranks do, since each sees the first word of every rank's call. Kinds
@@ -112,6 +112,8 @@ class NodeSlots(Callers):
         self._first = self._kind = self._past = 0
         self._written: list[Call | None] = [None] * _PARITIES
         self._closed = False
+        # The words that the last look found too small, and what it looked for.
+        self._awaited: tuple[Sequence[int], int] = (), 0
 
     def slots(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """For even and for odd rounds everyone's slots, as arrays of a type; kept."""
@@ -130,23 +132,14 @@ class NodeSlots(Callers):
         found: Array = table[CALL_BYTES : CALL_BYTES + 16 * self.size].view(np.int64)
         return found
 
-    def free(self, number: int) -> bool:
-        """Whether all ranks have read the round two before, so that the slots can be written."""
-        before = number - _PARITIES
-        if before > self._past:
-            words = self.words
-            for at in self._read_at:
-                if words[at] < before:
-                    return False
-        return True
-
-    def opened(self) -> Iterator[None]:
-        """Wait until the next round can begin, and begin it."""
+    def opened(self) -> bool:
+        """Begin the next round if all ranks have read the round two before; return whether it has begun."""
         number = self.number + 1
-        while not self.free(number):
-            self._wait_for(self._read_at, number - _PARITIES)
-            yield
+        before = number - _PARITIES
+        if before > self._past and not self._reached(self._read_at, before):
+            return False
         self.number = number
+        return True
 
     def announce(self, number: int, first: bool) -> None:
         """Announce to all ranks this rank's data of a round; ``first`` of a call, or a later one."""
@@ -164,13 +157,15 @@ class NodeSlots(Callers):
         for words in self.peer_words:
             words[word] = value
 
-    def all_shown(self, number: int) -> bool:
+    def seen(self, number: int) -> bool:
         """Whether the data of all ranks are there; ``MismatchError`` if a rank makes another call."""
         words, value = self.words, number << _KIND_BITS | self._kind
-        for at in self._shown_at[number & 1]:
+        places = self._shown_at[number & 1]
+        for at in places:
             word = words[at]
             if word != value:
                 if word >> _KIND_BITS < number:
+                    self._awaited = places, number << _KIND_BITS
                     return False
                 raise self._differs(number, at)
         if self._acquire is not None:
@@ -181,12 +176,6 @@ class NodeSlots(Callers):
             self._past = number - 1
         return True
 
-    def seen(self, number: int) -> Iterator[None]:
-        """Wait until the data of all ranks for a round are there."""
-        while not self.all_shown(number):
-            self._wait_for(self._shown_at[number & 1], number << _KIND_BITS)
-            yield
-
     def made(self, number: int) -> None:
         """Announce to all ranks that this rank's results of a round can be read."""
         if self._fence is not None:
@@ -195,14 +184,13 @@ class NodeSlots(Callers):
         for words in self.peer_words:
             words[word] = number
 
-    def all_made(self, number: int) -> Iterator[None]:
-        """Wait until the results of all ranks of a round can be read."""
-        words = self.words
-        while any(words[at] < number for at in self._made_at):
-            self._wait_for(self._made_at, number)
-            yield
+    def all_made(self, number: int) -> bool:
+        """Whether the results of all ranks of a round can be read."""
+        if not self._reached(self._made_at, number):
+            return False
         if self._acquire is not None:
             self._acquire()
+        return True
 
     def read(self, number: int) -> None:
         """Announce to all ranks that this one has read a round."""
@@ -211,10 +199,6 @@ class NodeSlots(Callers):
         word = self._my_read
         for words in self.peer_words:
             words[word] = number
-
-    def steps(self) -> int:
-        """How many rounds have begun."""
-        return self.number
 
     def leave(self) -> None:
         """Announce to all ranks that this one reads and writes their memory no more."""
@@ -245,9 +229,19 @@ class NodeSlots(Callers):
             all_left()
             self.manager.retire(self.memory, all_left)
 
-    def _wait_for(self, places: Sequence[int], value: int) -> None:
+    def _reached(self, places: Sequence[int], value: int) -> bool:
+        # Whether words of all others are as large as this.
         words = self.words
-        self.late = tuple(self.ranks[at % self.size] for at in places if words[at] < value)
+        for at in places:
+            if words[at] < value:
+                self._awaited = places, value
+                return False
+        return True
+
+    def late(self) -> tuple[int, ...]:
+        """Ranks that the call waits for: those that had not reached what the last look was for."""
+        places, value = self._awaited
+        return tuple(self.ranks[at % self.size] for at in places if self.words[at] < value)
 
     def _compare(self, number: int) -> None:
         # Kinds without a number are compared by digest. If this rank agrees with all others, they agree with

@@ -30,27 +30,13 @@ import numpy as np
 
 from distdl_rma.segments.collectives.between_nodes import Script
 from distdl_rma.segments.collectives.reduction import Array, Reduction
-from distdl_rma.segments.large_arrays import copy
-from distdl_rma.segments.memory.array_bytes import as_bytes
+from distdl_rma.segments.large_arrays import LARGE_NBYTES, copy, number_of_threads
 from distdl_rma.torch_backend.node_slots import WHOLE_BYTES, NodeSlots
 
 # Two slots of so many bytes fit into the cache of a core. But a rank that shares its core with other
 # processes waits for its turn in each round: long vectors take few rounds.
-_CACHED_BYTES, _ROUNDS = 512 << 10, 16
+_CACHED_BYTES, _ROUNDS = 256 << 10, 16
 _BYTE = np.dtype(np.uint8)
-
-
-class Cut(NamedTuple):
-    """Views of a vector, cut into the parts of all ranks; copies are pairs of target and source.
-
-    They are made once for a vector that is reduced again and again, as a bucket of gradients is: otherwise
-    each call would slice arrays.
-    """
-
-    show: list[tuple[memoryview, memoryview]]
-    reduce: Callable[[], object]
-    own: tuple[memoryview, memoryview]
-    take: list[tuple[memoryview, memoryview]]
 
 
 class NodeCollectives:
@@ -68,7 +54,7 @@ class NodeCollectives:
         # itself. Of two ranks, in place of the data that the other one showed: the cache has these already.
         self.places = [1, 0] if self.size == 2 else list(range(self.size))
 
-    def _piece(self, nbytes: int, parts: int) -> int:
+    def piece(self, nbytes: int, parts: int) -> int:
         """Most bytes of a part in one round, of so many parts with ``nbytes`` each."""
         room = self.rounds.slot_bytes // parts // 8 * 8
         if self.rounds.crowded:
@@ -78,114 +64,40 @@ class NodeCollectives:
     def barrier(self) -> Script:
         """Wait for all."""
         rounds = self.rounds
-        yield from rounds.opened()
+        while not rounds.opened():
+            yield
         number = rounds.number
         rounds.announce(number, True)
-        yield from rounds.seen(number)
+        while not rounds.seen(number):
+            yield
         rounds.read(number)
 
     def reduce(self, x: Array, reducer: Reduction, root: int | None) -> Script:
         """Reduce a vector in place, on all ranks if there is no root; else the others' stay as they are."""
-        if x.nbytes <= min(WHOLE_BYTES, self.rounds.slot_bytes):
-            return self._reduce_whole(x, reducer, root)
-        return self._reduce_shares(x, reducer, root)
+        return self.reduce_cut(Cuts(self, x, reducer), root)
 
-    def _reduce_whole(self, x: Array, reducer: Reduction, root: int | None) -> Script:
-        rounds, count = self.rounds, x.size
-        yield from rounds.opened()
-        number = rounds.number
-        slots = rounds.slots(x.dtype)[number & 1]
-        slots[self.me][:count] = x
-        rounds.announce(number, True)
-        yield from rounds.seen(number)
-        if root in (None, self.me):
-            rows = [slot[:count] for slot in slots]
-            rows[self.me] = x
-            reducer.reduce(rows, x)
-        rounds.read(number)
+    def reduce_cut(self, cuts: Cuts, root: int | None = None, _owner: object = None) -> Script:
+        """As ``reduce``, of a vector that has been cut; the script keeps the owner of the vector's memory."""
+        rounds, wanted = self.rounds, root in (None, self.me)
 
-    def shares(self, x: Array, reducer: Reduction) -> Callable[[], Script]:
-        """Maker of scripts that reduce a long vector in place, on all ranks; for calls that are repeated.
+        def show(turn: int, _: Array) -> None:
+            for shown in cuts[turn, rounds.number & 1].show:
+                shown()
 
-        A vector that fits into one round is cut into its parts here, once.
-        """
-        most = self._piece(x.nbytes // self.size, self.size) // x.itemsize * self.size
-        if x.size > most:
-            return partial(self._reduce_shares, x, reducer, None)
-        return partial(self._reduce_in_one_round, [self._cut(x, reducer, parity) for parity in range(2)])
+        def take(turn: int, number: int, _: Sequence[Array]) -> Script:
+            cut = cuts[turn, number & 1]
+            if wanted or not cuts.whole:
+                cut.reduce()
+            if not cuts.whole:
+                rounds.made(number)
+                if wanted:
+                    cut.own()
+                    while not rounds.all_made(number):
+                        yield
+                    for taken in cut.take:
+                        taken()
 
-    def _cut(self, x: Array, reducer: Reduction, parity: int) -> Cut:
-        me, size, slots = self.me, self.size, self.rounds.slots(x.dtype)[parity]
-        share = -(-x.size // size)
-        parts = [x[at * share : (at + 1) * share] for at in range(size)]
-
-        def place(position: int, part: int) -> Array:
-            return slots[position][part * share :][: parts[part].size]
-
-        made = [place(self.places[at], at) for at in range(size)]
-        rows = [parts[me] if at == me else place(at, me) for at in range(size)]
-        others, view = self.rounds.others, partial(as_bytes, what=self.rounds.name)
-        return Cut(
-            [(view(place(me, at)), view(parts[at])) for at in others],
-            reducer.bound(rows, made[me]),
-            (view(parts[me]), view(made[me])),
-            [(view(parts[at]), view(made[at])) for at in others],
-        )
-
-    def _reduce_in_one_round(self, cuts: Sequence[Cut]) -> Script:
-        rounds = self.rounds
-        if not rounds.free(rounds.number + 1):
-            yield from rounds.opened()
-        else:
-            rounds.number += 1
-        number = rounds.number
-        cut = cuts[number & 1]
-        for slot, part in cut.show:
-            slot[:] = part
-        rounds.announce(number, True)
-        if not rounds.all_shown(number):
-            yield from rounds.seen(number)
-        cut.reduce()
-        rounds.made(number)
-        mine, result = cut.own
-        mine[:] = result
-        yield from rounds.all_made(number)
-        for part, result in cut.take:
-            part[:] = result
-        rounds.read(number)
-
-    def _reduce_shares(self, x: Array, reducer: Reduction, root: int | None) -> Script:
-        """Every rank reduces a share of each round's chunk, and stores the result in a slot."""
-        rounds, me, size = self.rounds, self.me, self.size
-        most = self._piece(x.nbytes // size, size) // x.itemsize
-        turns = -(-x.size // (most * size))
-        share = -(-x.size // (turns * size))
-
-        def part(turn: int, position: int) -> Array:
-            begin = (turn * size + position) * share
-            return x[begin : begin + share]
-
-        def show(turn: int, slot: Array) -> None:
-            for position in rounds.others:
-                shown = part(turn, position)
-                copy(slot[position * share : position * share + shown.size], shown)
-
-        def take(turn: int, number: int, shown: Sequence[Array]) -> Script:
-            mine = part(turn, me)
-            begin, end = me * share, me * share + mine.size
-            rows = [slot[begin:end] for slot in shown]
-            result = rows[self.places[me]]
-            rows[me] = mine
-            reducer.reduce(rows, result)
-            rounds.made(number)
-            if root in (None, me):
-                copy(mine, result)
-                yield from rounds.all_made(number)
-                for position in rounds.others:
-                    target = part(turn, position)
-                    copy(target, shown[self.places[position]][position * share :][: target.size])
-
-        yield from self._in_turns(turns, rounds.slots(x.dtype), show, take)
+        return self._in_turns(cuts.turns, rounds.slots(_BYTE), show, take)
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, reducer: Reduction) -> Script:
         """Reduce a part for every rank; ``out`` gets this rank's, and may be it."""
@@ -208,7 +120,7 @@ class NodeCollectives:
         self, sizes: Sequence[int], mine: Array, outs: Sequence[Array | None], reader: int | None = None
     ) -> Script:
         """Copy data of some ranks to those with targets: the ``sizes``, this rank's data, and the targets."""
-        me, most = self.me, self._piece(max(sizes), 1)
+        me, most = self.me, self.piece(max(sizes), 1)
         turns = max(1, -(-max(sizes) // most))
 
         def show(turn: int, slot: Array) -> None:
@@ -237,7 +149,8 @@ class NodeCollectives:
         """
         rounds, me, size = self.rounds, self.me, self.size
         slots, most = rounds.slots(_BYTE), rounds.slot_bytes // size // 8 * 8
-        yield from rounds.opened()
+        while not rounds.opened():
+            yield
         number = rounds.number
         lengths = rounds.numbers(number, me)
         lengths[:size] = [send.size for send in sends]
@@ -255,7 +168,8 @@ class NodeCollectives:
 
         show(0, slots[number & 1][me])
         rounds.announce(number, True)
-        yield from rounds.seen(number)
+        while not rounds.seen(number):
+            yield
         table = np.stack([rounds.numbers(number, position) for position in range(size)])
         rounds.check_pairs(table[:, :size], table[:, size:].T)
         turns = max(1, -(-int(table.max()) // most))
@@ -279,13 +193,15 @@ class NodeCollectives:
         rounds, numbers = self.rounds, [*begun]
         for turn in range(len(numbers), turns + 1):
             if turn < turns:
-                yield from rounds.opened()
+                while not rounds.opened():
+                    yield
                 numbers.append(rounds.number)
                 show(turn, slots[rounds.number & 1][self.me])
                 rounds.announce(rounds.number, turn == 0)
             if turn:
                 number = numbers[turn - 1]
-                yield from rounds.seen(number)
+                while not rounds.seen(number):
+                    yield
                 yield from take(turn - 1, number, slots[number & 1]) or ()
                 rounds.read(number)
 
@@ -294,6 +210,71 @@ class NodeCollectives:
             shown = sends[position][begin : begin + most]
             if shown.size:
                 copy(slot[position * most : position * most + shown.size], shown)
+
+
+class Cut(NamedTuple):
+    """What a rank does with a vector in one round: functions without arguments, most of them copies.
+
+    It shows the others' parts in its slot and reduces its own part. Then it copies its own result into the
+    vector, and takes those of the others.
+    """
+
+    show: list[Callable[[], object]]
+    reduce: Callable[[], object]
+    own: Callable[[], object]
+    take: list[Callable[[], object]]
+
+
+class Cuts(dict[tuple[int, int], Cut]):
+    """A vector that is reduced, cut for its rounds, by turn and parity of the round.
+
+    Each entry is made at its first use, and kept: a training loop reduces the same vectors in each step, and
+    would slice arrays each time.
+    """
+
+    def __init__(self, node: NodeCollectives, x: Array, reducer: Reduction) -> None:
+        super().__init__()
+        self.node, self._x, self._reducer = node, x, reducer
+        slot_bytes, size = node.rounds.slot_bytes, node.size
+        # Whether every rank reduces the whole vector.
+        self.whole = x.nbytes <= min(WHOLE_BYTES, slot_bytes)
+        most = x.size if self.whole else node.piece(x.nbytes // size, size) // x.itemsize * size
+        self.turns = -(-x.size // most) if most else 1
+        self._share = -(-x.size // (self.turns * size))
+
+    def __missing__(self, key: tuple[int, int]) -> Cut:
+        turn, parity = key
+        node, x = self.node, self._x
+        me, size, slots = node.me, node.size, node.rounds.slots(x.dtype)[parity]
+        if self.whole:
+            rows = [slot[: x.size] for slot in slots]
+            shown, rows[me] = _copying(rows[me], x), x
+            cut = Cut([shown], self._reducer.bound(rows, x), bool, [])
+        else:
+            share = self._share
+            parts = [x[(turn * size + at) * share :][:share] for at in range(size)]
+
+            def place(position: int, part: int) -> Array:
+                return slots[position][part * share :][: parts[part].size]
+
+            made = [place(node.places[at], at) for at in range(size)]
+            rows = [parts[me] if at == me else place(at, me) for at in range(size)]
+            others = node.rounds.others
+            cut = Cut(
+                [_copying(place(me, at), parts[at]) for at in others],
+                self._reducer.bound(rows, made[me]),
+                _copying(parts[me], made[me]),
+                [_copying(parts[at], made[at]) for at in others],
+            )
+        self[key] = cut
+        return cut
+
+
+def _copying(target: Array, source: Array) -> Callable[[], object]:
+    # By numpy's method itself, unless there are several threads: ``copy`` is a call of Python more.
+    if target.nbytes >= LARGE_NBYTES and number_of_threads() > 1:
+        return partial(copy, target, source)
+    return partial(target.__setitem__, ..., source)
 
 
 def _same_memory(a: Array, b: Array) -> bool:

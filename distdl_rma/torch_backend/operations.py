@@ -9,13 +9,17 @@ thread. A collective waits in line, a message does not::
 
 All ranks begin collectives in one order, which their rounds and MPI's collectives need. Messages have no such
 order: two ranks that first receive from each other would wait for ever.
+
+A short collective takes less time than handing it over to all waits. So if torch waits for a call at once,
+the caller first looks some hundred times by itself: mostly the others come meanwhile, and the call is over.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from distdl_rma.errors import DistdlError, ProtocolError
@@ -25,6 +29,11 @@ from distdl_rma.segments.waiting.header import WaitReason
 
 # Looks before a wait lets others have the core.
 _SPINS = 30
+# Looks of a caller that begins a call and then waits for it, and those before it yields the core: another
+# process may keep the core for milliseconds. Where ranks share cores, it yields after each look.
+_LOOKS, _LOOKS_BEFORE_YIELD, _CROWDED_LOOKS = 600, 300, 100
+# What is called when all data are there.
+Finish = Sequence[Callable[[], None]]
 
 
 class PendingCall:
@@ -34,7 +43,7 @@ class PendingCall:
     """
 
     def __init__(
-        self, begin: Callable[[], Script], reason: Callable[[], WaitReason], finish: Callable[[], None] | None
+        self, begin: Callable[[], Script], reason: Callable[[], WaitReason], finish: Finish = ()
     ) -> None:
         self.reason = reason
         self._begin, self._finish = begin, finish
@@ -51,8 +60,8 @@ class PendingCall:
                 self._script = self._begin()
             for _ in self._script:
                 return False
-            if self._finish is not None:
-                self._finish()
+            for finish in self._finish:
+                finish()
         except BaseException as error:
             self.fail(error)
             raise
@@ -66,7 +75,7 @@ class PendingCall:
 
     def _end(self) -> None:
         # Drops the references to its data and to the operation before it.
-        self.done, self._begin, self._script, self._finish = True, _nothing, None, None
+        self.done, self._begin, self._script, self._finish = True, _nothing, None, ()
 
 
 def _nothing() -> Script:
@@ -87,6 +96,10 @@ class OperationQueue:
         self._messages: list[PendingCall] = []
         self._broken: BaseException | None = None
         self._closed = False
+        crowded = manager.segment.crowded
+        # For a caller that goes on, and for one that waits.
+        self._patience = range(1), range(_CROWDED_LOOKS if crowded else _LOOKS)
+        self._spins = 0 if crowded else _LOOKS_BEFORE_YIELD
         # Its result changes whenever a collective has advanced.
         self.progress: Callable[[], object] = bool
 
@@ -100,13 +113,22 @@ class OperationQueue:
             why = f"was interrupted by {self._broken!r}"
             raise ProtocolError(f"process group {self.name!r} {why}: make it anew on all its ranks")
 
-    def append(self, operation: PendingCall) -> PendingCall:
-        """Begin a collective when those before it are over."""
+    def append(self, operation: PendingCall, waits: bool = False) -> PendingCall:
+        """Begin a collective when those before it are over; ``waits`` if the caller then waits for it."""
         self.check()
         with self._lock:
             self._collectives.append(operation)
             if len(self._collectives) == 1:
-                self._begin(self.advance)
+                over = False
+                try:
+                    for look in self._patience[waits]:
+                        if over := self.advance():
+                            break
+                        if look > self._spins:
+                            os.sched_yield()
+                finally:
+                    if not over:
+                        self.manager.defer(self.advance)
         return operation
 
     def add(self, operation: PendingCall) -> PendingCall:
@@ -114,13 +136,9 @@ class OperationQueue:
         self.check()
         with self._lock:
             self._messages.append(operation)
-            self._begin(self.advance_apart)
+            if not self.advance_apart():
+                self.manager.defer(self.advance_apart)
         return operation
-
-    @property
-    def ready(self) -> bool:
-        """Whether a collective can begin now: none is under way, and nothing went wrong."""
-        return not (self._collectives or self._closed or self._broken is not None or self.manager.closed)
 
     @property
     def resting(self) -> bool:
@@ -131,14 +149,6 @@ class OperationQueue:
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return not (self._collectives or self._messages)
-
-    def _begin(self, advance: Callable[[], bool]) -> None:
-        # Whoever waits for the operation raises its error.
-        over = False
-        with suppress(DistdlError):
-            over = advance()
-        if not over:
-            self.manager.defer(advance)
 
     def advance(self) -> bool:
         """Advance the collectives; return whether none is under way."""

@@ -23,9 +23,8 @@ from distdl_rma.errors import ArgumentError, MismatchError
 from distdl_rma.segments.collectives.between_nodes import Messages, Script
 from distdl_rma.segments.collectives.reduction import Array
 from distdl_rma.segments.waiting.header import WaitReason
-from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
+from distdl_rma.torch_backend.operations import Finish, OperationQueue, PendingCall
 
-Finish = Callable[[], None]
 # Messages of one tag: the sender's facts, the receiver's facts, and the data.
 _KINDS = 3
 
@@ -61,7 +60,7 @@ class PointToPoint:
         return self._queue.add(PendingCall(script, lambda: reason, finish))
 
     def begin(
-        self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish | None = None
+        self, verb: str, data: Array, kind: str, peer: int, tag: int, finish: Finish = ()
     ) -> PendingCall:
         """Begin to ``"send"`` bytes of elements of a ``kind``, or to ``"recv"`` them, then ``finish``."""
         self._check_tag(tag)

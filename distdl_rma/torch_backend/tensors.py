@@ -12,6 +12,8 @@ its elements are contiguous; else its contiguous copy travels, and ``store`` bri
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,16 +33,11 @@ _AS_WORDS |= {
     kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and "float8" in str(kind)
 }
 
-# Torch's names, and those of the segments.
-OPERATIONS: dict[Any, tuple[str, str]] = {
-    ReduceOp.SUM: ("sum", "sum"),
-    ReduceOp.AVG: ("avg", "mean"),
-    ReduceOp.PRODUCT: ("product", "prod"),
-    ReduceOp.MIN: ("min", "min"),
-    ReduceOp.MAX: ("max", "max"),
-    ReduceOp.BAND: ("band", "band"),
-    ReduceOp.BOR: ("bor", "bor"),
-    ReduceOp.BXOR: ("bxor", "bxor"),
+# Torch's names, and those of the segments, by the hash of torch's operation: it has two types for one, with
+# equal hashes, which are read faster than the operations are compared.
+OPERATIONS = {
+    hash(getattr(ReduceOp, name.upper())): (name, {"avg": "mean", "product": "prod"}.get(name, name))
+    for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 }
 
 # Why a tensor cannot be filled.
@@ -95,19 +92,17 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-class _Memory:
-    # The base of a numpy array. torch's numpy() would forbid to resize the tensor from then on, but
-    # FullyShardedDataParallel resizes it between its collectives.
-    __slots__ = ("__array_interface__", "tensor")
+# Bytes from some address on. torch's numpy() would forbid to resize the tensor from then on, but
+# FullyShardedDataParallel resizes it between its collectives.
+_Memory = ctypes.c_char * sys.maxsize
 
-    def __init__(self, tensor: torch.Tensor, address: int) -> None:
-        self.tensor = tensor
-        self.__array_interface__ = {
-            "shape": (tensor.numel(),),
-            "typestr": NUMPY[tensor.dtype].str,
-            "data": (address, False),
-            "version": 3,
-        }
+
+def array_at(address: int, dtype: np.dtype[Any], count: int, owner: object = None) -> Array:
+    """Array of the elements at an address; it keeps the owner of this memory, if that is given."""
+    memory: Any = _Memory.from_address(address)
+    memory.owner = owner
+    found: Array = np.frombuffer(memory, dtype, count)
+    return found
 
 
 def _array_of(tensor: torch.Tensor) -> Array:
@@ -116,7 +111,7 @@ def _array_of(tensor: torch.Tensor) -> Array:
     if not address:
         # It has no elements, a type that numpy lacks, or an address that is hidden.
         return tensor.numpy().reshape(-1)
-    return np.asarray(_Memory(tensor, address))
+    return array_at(address, NUMPY[tensor.dtype], tensor.numel(), tensor)
 
 
 def check(tensors: Sequence[torch.Tensor], who: str) -> None:
@@ -201,18 +196,19 @@ def reducer_of(op: Any, dtype: torch.dtype, ranks: int, who: str = "a reduction"
     ``ShapeError`` or ``UnsupportedError`` if the operation has no exact result. The sum of bool is that of
     ``torch.add``: whether any is true.
     """
-    if op not in OPERATIONS:
+    names = OPERATIONS.get(hash(op))
+    if names is None:
         known = [name for name, _ in OPERATIONS.values()]
-        raise UnsupportedError(f"{who}: a reduction is one of {known}, got {op}")
+        raise UnsupportedError(f"{who}: a reduction is one of {known}, got {getattr(op, 'op', op)}")
     element = reduction_dtype(dtype)
     if dtype not in NUMPY and not isinstance(element, Element):
         raise UnsupportedError(f"{who}: tensors of {dtype} cannot be reduced")
-    if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+    if names[0] == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise ShapeError(f"{who}: an average of {dtype} is not exact: use sum, or a floating type")
     if isinstance(element, Element):
         # Words of bits: all tensors are shown as these.
         element = replace(element, storage=BIT_WORDS[2][1])
     else:
         element = Element(element, NUMPY[dtype], NUMPY[dtype])
-    by_name = "bor" if op == ReduceOp.SUM and dtype == torch.bool else OPERATIONS[op][1]
+    by_name = "bor" if names[0] == "sum" and dtype == torch.bool else names[1]
     return Reduction(by_name, element, ranks, who)

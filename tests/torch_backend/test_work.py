@@ -124,7 +124,7 @@ def test_an_interruption_is_raised_where_it_came_and_ends_the_group(group, machi
             yield
         raise KeyboardInterrupt
 
-    operation = group._queue.append(PendingCall(script, lambda: WaitReason((), "for nobody"), None))
+    operation = group._queue.append(PendingCall(script, lambda: WaitReason((), "for nobody")))
     # As by a signal, which never comes to another thread.
     with machine.segments.segment.lock:
         interrupted.append(True)
@@ -142,7 +142,7 @@ def test_a_message_that_an_error_elsewhere_ends_leaves_collectives_alone(machine
         while not ready:
             yield
 
-    calls = [PendingCall(script, lambda: WaitReason((), "for a test"), None) for _ in range(2)]
+    calls = [PendingCall(script, lambda: WaitReason((), "for a test")) for _ in range(2)]
     message, collective = queue.add(calls[0]), queue.append(calls[1])
     queue.fail(message, error)
     assert message.error is error and not collective.done
@@ -177,7 +177,7 @@ def begin(machine):
                 raise ready[0]
 
         reason = WaitReason((), "for a test")
-        operation = queue.append(PendingCall(script, lambda: reason, None))
+        operation = queue.append(PendingCall(script, lambda: reason))
         return GroupWork(queue, [operation], ["it"], timeout, source)
 
     return begin

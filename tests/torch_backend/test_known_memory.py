@@ -7,16 +7,9 @@ import pytest
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from distdl_rma.torch_backend import quick
+from distdl_rma.torch_backend import collectives
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
-
-
-@pytest.fixture
-def group(machine, group):
-    if machine.segments.transport != "auto":
-        pytest.skip("nothing is quick between nodes")
-    return group
 
 
 def options(op, waits):
@@ -26,7 +19,7 @@ def options(op, waits):
 
 
 def test_any_tensor_at_a_known_address_is_what_it_is_now(group, monkeypatch):
-    monkeypatch.setattr(quick, "_KEPT", 5)
+    monkeypatch.setattr(collectives, "_KEPT", 5)
     size, rng, late = group.size(), random.Random(3), random.Random(group.rank())
     memory = torch.empty(100_000, dtype=torch.float64)
     looks = {
