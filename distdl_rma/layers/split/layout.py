@@ -42,14 +42,14 @@ def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decompo
     simple = tuple(
         simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
     )
-    found = Decomposition(partition, simple, normal)
 
     def make() -> Decomposition:
+        found = Decomposition(partition, simple, normal)
         if found.leaves_out and not LEAVING_OUT:
             LEAVING_OUT.append(True)
         return found
 
-    return kept(partition, "layout", found, make)
+    return kept(partition, "layout", (partition, simple, normal), make)
 
 
 def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:
@@ -177,9 +177,7 @@ def on_grid(found: Decomposition) -> Decomposition:
 def owners(found: Decomposition) -> Decomposition:
     """The same layout on the first of the ranks that hold copies of each block."""
     first = dict.fromkeys(found.copied_along, 0)
-    return kept(
-        found.partition, "owners", found, lambda: replace(found, partition=found.partition.slab(first))
-    )
+    return replace(found, partition=found.partition.slab(first))
 
 
 def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.core.autograd import GradientNeeds, is_synchronised
+from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
@@ -43,7 +43,6 @@ from distdl_rma.layers.split.plain_operands import beside
 from distdl_rma.layers.split.redistribution import BY_USER, redistributed, to_blocks
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.layers.split.views import begin_change
-from distdl_rma.segments.machine import Machine
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -138,11 +137,7 @@ def of_cut(
                 if layout is None and plain:
                     raise refused(func, plain)
                 return otherwise(func, args, kwargs)
-            # The lines of ``site_for``, without the cost of its calls.
-            home: Any = layout.partition.home
-            if home.__class__ is not Machine or home.segments.closed:
-                home = x.machine
-            return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
+            return handler((func, args, kwargs), site_of(x.machine, func), x, **named(func, args, kwargs))
 
         return called
 
@@ -294,27 +289,12 @@ def wholes(
     site: Site, tensors: Sequence[torch.Tensor | None], result: Decomposition, names: Sequence[str]
 ) -> list[torch.Tensor | None]:
     """``as_whole`` of each operand that is not None."""
-    found = list(tensors)
-    for at, x in enumerate(tensors):
-        if x is None or (is_synchronised(x) and not result.copied_along):
-            # Most parameters of a distributed model need nothing.
-            continue
-        found[at] = as_whole(site, x, result, names[at])
-    return found
-
-
-# GradientNeeds of every combination: [input][weights].
-_NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for x in (False, True))
+    given = zip(tensors, names, strict=True)
+    return [None if x is None else as_whole(site, x, result, name) for x, name in given]
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
-    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones.
-
-    One of four objects that exist already: this runs at every call, and making one costs calls of Python.
-    """
-    if not torch.is_grad_enabled():
-        return _NEEDS[0][0]
-    for w in weights:
-        if w is not None and w.requires_grad:
-            return _NEEDS[x.requires_grad][1]
-    return _NEEDS[x.requires_grad][0]
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
+    records = torch.is_grad_enabled()
+    of_weights = any(w is not None and w.requires_grad for w in weights)
+    return GradientNeeds(records and x.requires_grad, records and of_weights)

@@ -56,15 +56,14 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     if RECORDINGS and RECORDINGS[-1].notes:
         return _noted(RECORDINGS[-1], func, args, kwargs)
-    given = (*args, *kwargs.values())
-    # A user's function must run only once, and a user's generator must draw only once.
-    more = [x for x in given if x.__class__ not in _NUMBERS]
-    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in more):
-        return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
     found = _ACCEPTED.get(key)
     if found is not None:
         return found
+    # A user's function must run only once, and a user's generator must draw only once.
+    given = (*args, *kwargs.values())
+    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
+        return ()
     warned: list[Warned] = []
     error = _error(func, args, kwargs, warned)
     # Stand-ins are on the CPU; kernels of devices compute in more dtypes.
