@@ -35,21 +35,20 @@ Axes = tuple[int | None, ...]
 
 def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decomposition:
     """Layout of a tensor whose dimensions are cut by ``splits``; a split of one part cuts nothing."""
-    normal = tuple(
+    normal = [
         axis if places > 1 and axis is not None and splits[axis].parts > 1 else None
         for axis, places in zip(axes, partition.shape, strict=True)
-    )
-    simple = tuple(
-        simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
-    )
+    ]
+    simple = [simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)]
+    key = partition, tuple(simple), tuple(normal)
 
     def make() -> Decomposition:
-        found = Decomposition(partition, simple, normal)
+        found = Decomposition(*key)
         if found.leaves_out and not LEAVING_OUT:
             LEAVING_OUT.append(True)
         return found
 
-    return kept(partition, "layout", (partition, simple, normal), make)
+    return kept(partition, "layout", key, make)
 
 
 def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:

@@ -33,7 +33,7 @@ from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.core.autograd import GradientNeeds
+from distdl_rma.layers.ops.core.autograd import GradientNeeds, is_synchronised
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import mapped, named, tensors_in
 from distdl_rma.layers.split.calls.site import Site, site_of
@@ -181,7 +181,7 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
-    known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
+    known = tuple([x._layout if isinstance(x, SplitTensor) else x.shape for x in operands])
 
     def make() -> Decomposition:
         split = [x for x in known if isinstance(x, Decomposition)]
@@ -289,8 +289,13 @@ def wholes(
     site: Site, tensors: Sequence[torch.Tensor | None], result: Decomposition, names: Sequence[str]
 ) -> list[torch.Tensor | None]:
     """``as_whole`` of each operand that is not None."""
-    given = zip(tensors, names, strict=True)
-    return [None if x is None else as_whole(site, x, result, name) for x, name in given]
+    found = list(tensors)
+    for at, x in enumerate(tensors):
+        if x is None or (is_synchronised(x) and not result.copied_along):
+            # Most parameters of a distributed model need nothing.
+            continue
+        found[at] = as_whole(site, x, result, names[at])
+    return found
 
 
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:

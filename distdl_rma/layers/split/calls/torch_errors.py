@@ -122,11 +122,11 @@ def _kind(argument: Any) -> Any:
             known = _here(argument)
             ends = tuple(float(each) for each in known.aminmax())
             ends += (float(known.count_nonzero()),) if known.dtype in _MASKS else ()
-        return _shape(argument), argument.dtype, argument.is_cpu, split, ends
+        return tuple(argument.shape), argument.dtype, argument.is_cpu, split, ends
     if isinstance(argument, (list, tuple)):
         return type(argument), *map(_kind, argument)
     if isinstance(argument, dict):
-        return tuple((name, _kind(each)) for name, each in argument.items())
+        return tuple([(name, _kind(each)) for name, each in argument.items()])
     if isinstance(argument, slice):
         return "slice", _kind((argument.start, argument.stop, argument.step))
     return type(argument), argument if isinstance(argument, Hashable) else repr(argument)

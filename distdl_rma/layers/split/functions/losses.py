@@ -62,7 +62,7 @@ def _reduced(
     if reduction == "none":
         return SplitTensor(y, layout)
     # Ranks along other grid dimensions hold copies, whose terms count once.
-    cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
+    cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
     total, dtype = y.sum(dtype=sum_dtype(y.dtype)) if y.dim() else y, dtype or y.dtype
     if reduction != "sum" and isinstance(count, torch.Tensor):
         # One allreduce for both.
