@@ -35,7 +35,6 @@ SCALAR_TYPES = frozenset({int, float, bool, complex, str, type(None)})
 # Tensors are not compared as words. ``SplitTensor`` adds its class.
 TENSORS: set[Any] = {torch.Tensor, nn.Parameter}
 _PLAIN: frozenset[Any] = frozenset(TENSORS)
-_CONTAINERS: frozenset[Any] = frozenset({tuple, list, dict})
 # Attribute of tensors that a model holds.
 COMPARED = "_distdl_rma_held"
 # Version of marshal without references, which depend on an object's reference count.
@@ -61,12 +60,7 @@ def comparable_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[li
 
     The word of a keyword argument is a dict of one item.
     """
-    # The usual types need no call of a function.
-    words = [
-        one if one.__class__ in SCALAR_TYPES else as_comparable(one)
-        for one in args
-        if one.__class__ not in TENSORS
-    ]
+    words = [as_comparable(one) for one in args if one.__class__ not in TENSORS]
     words += [{key: as_comparable(one)} for key, one in kwargs.items() if one.__class__ not in TENSORS]
     return words, _plain_within((*args, kwargs))
 
@@ -74,10 +68,10 @@ def comparable_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[li
 def _plain_within(argument: Any) -> list[torch.Tensor]:
     # Plain tensors in lists, tuples and dicts.
     found: list[torch.Tensor] = []
-    for one in argument.values() if argument.__class__ is dict else argument:
+    for one in argument.values() if isinstance(argument, dict) else argument:
         if one.__class__ in _PLAIN:
             found += () if COMPARED in one.__dict__ else (one,)
-        elif one.__class__ in _CONTAINERS:
+        elif isinstance(one, (tuple, list, dict)):
             found += _plain_within(one)
     return found
 

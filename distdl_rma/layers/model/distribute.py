@@ -53,7 +53,7 @@ from distdl_rma.layers.checks.model_calls import Calls, CallTrace, Check
 from distdl_rma.layers.dtypes import DTYPES, is_readable
 from distdl_rma.layers.model.compiled import Compiled, check_options
 from distdl_rma.layers.model.entering import ModuleHook
-from distdl_rma.layers.model.leaving import Change, Inputs, became_split, make_buffers_plain, write
+from distdl_rma.layers.model.leaving import Inputs, became_split, make_buffers_plain, write
 from distdl_rma.layers.model.replica_check import ReplicaSampler
 from distdl_rma.layers.ops.core.autograd import (
     ENOUGH,
@@ -153,8 +153,6 @@ class Distributed:
         self._replicas: list[ReplicaSampler] = []
         # At most one call, as models are called by one thread at a time; more after an interrupt only.
         self._running: list[_Running] = []
-        # The dictionaries of buffers of all modules.
-        self._buffers: list[dict[str, Any]] = []
         # A tensor of the model, whose device is the model's; None without any.
         self._first: torch.Tensor | None = None
 
@@ -177,7 +175,6 @@ class Distributed:
                 mark_summed_later(parameter, True)
                 mark_compared(parameter, True)
         self._modules = [(path, weakref.ref(module)) for path, module in parts]
-        self._buffers = [module._buffers for _, module in parts]
         self._first = next(chain(model.parameters(), model.buffers()), None)
         self._watch = watch = ModuleWatch()
         watch.add(model, "", model.parameters())
@@ -415,10 +412,7 @@ class Distributed:
             return
         # An error that was being handled when the call began is not the model's.
         if error is None or error is call.error:
-            changes = list[Change]()
-            # In C, since every call looks at all buffers.
-            if SplitTensor in map(type, chain(call.plain, *map(dict.values, self._buffers))):
-                changes += became_split(self._parts(), call.plain)
+            changes = [*became_split(self._parts(), call.plain)]
             if call.inputs is not None:
                 changes += call.inputs.changes(chain(call.plain, model.parameters(), model.buffers()))
             trace.steps += [change.step for change in changes]

@@ -35,21 +35,20 @@ Axes = tuple[int | None, ...]
 
 def layout(partition: Partition, splits: Sequence[Split], axes: Axes) -> Decomposition:
     """Layout of a tensor whose dimensions are cut by ``splits``; a split of one part cuts nothing."""
-    normal = tuple(
+    normal = [
         axis if places > 1 and axis is not None and splits[axis].parts > 1 else None
         for axis, places in zip(axes, partition.shape, strict=True)
-    )
-    simple = tuple(
-        simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)
-    )
-    found = Decomposition(partition, simple, normal)
+    ]
+    simple = [simplest(split) if d in normal else Balanced(split.extent, 1) for d, split in enumerate(splits)]
+    key = partition, tuple(simple), tuple(normal)
 
     def make() -> Decomposition:
+        found = Decomposition(*key)
         if found.leaves_out and not LEAVING_OUT:
             LEAVING_OUT.append(True)
         return found
 
-    return kept(partition, "layout", found, make)
+    return kept(partition, "layout", key, make)
 
 
 def kept(partition: Partition, what: str, key: Hashable, make: Callable[[], T]) -> T:
@@ -177,9 +176,7 @@ def on_grid(found: Decomposition) -> Decomposition:
 def owners(found: Decomposition) -> Decomposition:
     """The same layout on the first of the ranks that hold copies of each block."""
     first = dict.fromkeys(found.copied_along, 0)
-    return kept(
-        found.partition, "owners", found, lambda: replace(found, partition=found.partition.slab(first))
-    )
+    return replace(found, partition=found.partition.slab(first))
 
 
 def line(found: Decomposition, grid_dims: Collection[int]) -> tuple[int, ...]:

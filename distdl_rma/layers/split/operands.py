@@ -43,7 +43,6 @@ from distdl_rma.layers.split.plain_operands import beside
 from distdl_rma.layers.split.redistribution import BY_USER, redistributed, to_blocks
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed, refused
 from distdl_rma.layers.split.views import begin_change
-from distdl_rma.segments.machine import Machine
 
 
 def common_partition(func: Any, tensors: Sequence[torch.Tensor]) -> Partition:
@@ -138,11 +137,7 @@ def of_cut(
                 if layout is None and plain:
                     raise refused(func, plain)
                 return otherwise(func, args, kwargs)
-            # The lines of ``site_for``, without the cost of its calls.
-            home: Any = layout.partition.home
-            if home.__class__ is not Machine or home.segments.closed:
-                home = x.machine
-            return handler((func, args, kwargs), site_of(home, func), x, **named(func, args, kwargs))
+            return handler((func, args, kwargs), site_of(x.machine, func), x, **named(func, args, kwargs))
 
         return called
 
@@ -186,7 +181,7 @@ def common_layout(func: Any, operands: Sequence[torch.Tensor]) -> Decomposition:
     """
     # Checked first, since layouts of two machines compare equal.
     partition = common_partition(func, operands)
-    known = tuple(x._layout if isinstance(x, SplitTensor) else x.shape for x in operands)
+    known = tuple([x._layout if isinstance(x, SplitTensor) else x.shape for x in operands])
 
     def make() -> Decomposition:
         split = [x for x in known if isinstance(x, Decomposition)]
@@ -303,18 +298,8 @@ def wholes(
     return found
 
 
-# GradientNeeds of every combination: [input][weights].
-_NEEDS = tuple(tuple(GradientNeeds(x, weights) for weights in (False, True)) for x in (False, True))
-
-
 def needs_of(x: torch.Tensor, *weights: torch.Tensor | None) -> GradientNeeds:
-    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones.
-
-    One of four objects that exist already: this runs at every call, and making one costs calls of Python.
-    """
-    if not torch.is_grad_enabled():
-        return _NEEDS[0][0]
-    for w in weights:
-        if w is not None and w.requires_grad:
-            return _NEEDS[x.requires_grad][1]
-    return _NEEDS[x.requires_grad][0]
+    """Which gradients a call needs; equal on all ranks, whose tensors are blocks of the same ones."""
+    records = torch.is_grad_enabled()
+    of_weights = any(w is not None and w.requires_grad for w in weights)
+    return GradientNeeds(records and x.requires_grad, records and of_weights)

@@ -112,11 +112,7 @@ class _Once(OperatorFunction):
 
 def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int]) -> torch.Tensor:
     """Sum of a tensor over the ranks along some grid dimensions; differentiable, blocking."""
-    return summed(site, x, lay.line(layout, grid_dims))
-
-
-def summed(site: Site, x: torch.Tensor, ranks: Sequence[int]) -> torch.Tensor:
-    """Sum of a tensor over some ranks; differentiable, blocking."""
+    ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1:
         return x
     y: torch.Tensor = _AllSum.apply(x, site, ranks)

@@ -113,9 +113,7 @@ class Along:
         """
         if not self.cut:
             return y
-        source, target = self.site.kept(
-            (self.layout, self.dims, each, "partial"), lambda: parts_and_all(self.layout, self.dims, each)
-        )
+        source, target = parts_and_all(self.layout, self.dims, each)
         return redistributed(self.site, y, source, target, what)
 
 
@@ -167,9 +165,7 @@ def with_whole(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.T
     layout, dims = x._layout, tuple(dims)
     if not any(axis in dims for axis in layout.axes):
         return checked_block(x), layout
-    target = lay.kept(
-        layout.partition, "elsewhere", (layout, dims), lambda: layout_choice.cut_other_dims(layout, dims)
-    )
+    target = layout_choice.cut_other_dims(layout, dims)
     return redistributed(site, checked_block(x), layout, target, "dimensions made whole"), target
 
 

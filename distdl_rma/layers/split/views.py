@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -83,14 +82,7 @@ def strides_of(x: SplitTensor, function: Callable[[torch.Tensor], torch.Tensor])
 
 def order_kept(x: SplitTensor) -> tuple[int, ...] | None:
     """As ``strides_of`` a function of elements, whose result keeps the order in memory."""
-    return None if x._strides is None else _order_kept(x._layout.shape, x._strides)
-
-
-@lru_cache(1 << 10)
-def _order_kept(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    # Kept, since it takes longer than a function of a small block.
-    y = torch.empty_like(torch.empty(shape, device="meta").as_strided(shape, strides))
-    return None if y.is_contiguous() else y.stride()
+    return None if x._strides is None else strides_of(x, torch.empty_like)
 
 
 def fills_memory(x: SplitTensor, memory_format: Any = torch.contiguous_format) -> bool:

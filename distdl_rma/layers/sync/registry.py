@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -48,11 +47,7 @@ from distdl_rma.segments.machine import Machine
 
 REDUCTIONS = "sum", "mean"
 _SUMMED = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-_parameters, _children = map(attrgetter, ("_parameters", "_modules"))
-_learns, _kind = attrgetter("requires_grad"), attrgetter("dtype", "device")
-_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
-_get: Callable[[ref[nn.Module]], nn.Module | None] = ref.__call__
-_is_there = partial(is_not, None)
+_kind = attrgetter("dtype", "device")
 
 
 class SyncOptions(NamedTuple):
@@ -278,10 +273,10 @@ class ModuleWatch:
 
     def later_change(self) -> str:
         """A description of a change since the modules were added; empty if there is none. Local."""
-        modules = [*filter(_is_there, map(_get, self._modules))]
-        parameters = [*filter(_is_there, chain.from_iterable(map(_values, map(_parameters, modules))))]
-        children = chain.from_iterable(map(_values, map(_children, modules)))
-        ids, learns = [*map(id, parameters), *map(id, children)], [*map(_learns, parameters)]
+        modules = [module for one in self._modules if (module := one()) is not None]
+        parameters = [x for module in modules for x in module._parameters.values() if x is not None]
+        children = [child for module in modules for child in module._modules.values()]
+        ids, learns = [*map(id, parameters), *map(id, children)], [x.requires_grad for x in parameters]
         kinds = [*map(_kind, parameters)]
         if (ids, learns, kinds) == self._held[:3]:
             return ""

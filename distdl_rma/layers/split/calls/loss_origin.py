@@ -104,16 +104,12 @@ class LossOrigin:
                 hashes += self._names[key], self._hash_of(argument)
         # A hash of numbers only: Python's hash of a text differs between processes.
         number = hash(tuple(hashes)) & _MASK | _LARGE
-        self._recent.append((number, function, hashes))
         # A function that writes to a slice returns None, and changes its first argument.
         changed: Any = args[:1] if result is None else result
-        if changed.__class__ in TENSORS:
-            changed._loss_hash = number
-        elif isinstance(changed, (tuple, list)):
-            for at, each in enumerate(changed):
-                if each.__class__ in TENSORS:
-                    each._loss_hash = number if at == 0 else hash((number, at)) & _MASK | _LARGE
-                    self._recent.append((each._loss_hash, function, hashes))
+        for at, each in enumerate(changed if isinstance(changed, (tuple, list)) else (changed,)):
+            if each.__class__ in TENSORS:
+                each._loss_hash = number if at == 0 else hash((number, at)) & _MASK | _LARGE
+                self._recent.append((each._loss_hash, function, hashes))
 
     def _hash_of(self, argument: Any) -> Any:
         kind = argument.__class__
@@ -173,9 +169,7 @@ class Backwards:
     def of(cls, machine: Machine, ranks: tuple[int, ...]) -> Backwards:
         """The object of these ranks, made on the first call."""
         kept: dict[tuple[int, ...], Backwards] = machine.kept.setdefault("backwards", {})
-        if ranks not in kept:
-            kept[ranks] = cls()
-        return kept[ranks]
+        return kept.setdefault(ranks, cls())
 
     def forget(self) -> None:
         """Discard all noted backwards."""

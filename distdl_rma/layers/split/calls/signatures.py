@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +44,9 @@ class Signature(NamedTuple):
     defaults: dict[str, Any]  # of all arguments behind the first; None for one without a default
 
 
-class _Signatures(dict[Any, Signature]):
-    def __missing__(self, function: Any) -> Signature:
-        found = self[function] = _signature(function)
-        return found
-
-
-SIGNATURES = _Signatures()
-
-
-def _signature(function: Any) -> Signature:
+@cache
+def signature_of(function: Any) -> Signature:
+    """Arguments of a function, read from torch when it is called first."""
     parameters = _of_python(function)
     if parameters is None:
         parameters = _of_python(torch.overrides.get_testing_overrides().get(function))
@@ -108,7 +102,7 @@ def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     An argument that the function does not have raises ``TypeError``, as torch does; ``out=None`` counts as
     not passed.
     """
-    _, places, most, defaults = SIGNATURES[function]
+    _, places, most, defaults = signature_of(function)
     found = {**defaults, **dict(zip(places, args[1:], strict=False)), **kwargs}
     if args[most:]:
         # Torch takes the last one as a list or as separate arguments.
@@ -131,7 +125,7 @@ def _renamed(function: Any, found: dict[str, Any], defaults: Mapping[str, Any]) 
 
 def first_by_place(function: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call that passes all of them by name; the first becomes positional, as rules expect."""
-    first, rest = SIGNATURES[function].first, dict(kwargs)
+    first, rest = signature_of(function).first, dict(kwargs)
     name = next((name for name in (first, *_FIRST) if name in rest), None)
     return ((), rest) if name is None else ((rest.pop(name),), rest)
 

@@ -120,8 +120,6 @@ def _forget(key: tuple[int, int], gone: Callable[[], Place | None]) -> None:
     if place is None or _PLACES.get(key) is not place:
         return
     del _PLACES[key]
-    for step in [step for step in [*_STEPS] if step[2] is place]:
-        _STEPS.pop(step, None)
     for machine in [*place.machines]:
         kept = machine.kept.get("sites", {})
         for site in [site for site in [*kept] if site[1] is place]:
@@ -169,7 +167,6 @@ class Site:
         self.moved: set[str] = set()
         # Keyed by the ranks that take part.
         self._kept: dict[tuple[int, ...], OrderedDict[Hashable, Any]] = {}
-        self._last: tuple[Hashable, Any] = None, None
 
     @property
     def call_site(self) -> CallSite:
@@ -181,18 +178,8 @@ class Site:
 
         ``ranks`` are those that take part in it, if these are not all ranks that call the function. Values
         are evicted separately for each set of ranks, so that all of these evict at the same time, even if
-        some of them have met other keys. The oldest one goes: uses are not recorded, since the usual key
-        is found by one comparison.
+        some of them have met other keys. The oldest one goes: uses are not recorded.
         """
-        # Often the same as in the call before. Comparing layouts and numbers needs no hash.
-        if key == self._last[0]:
-            last: T = self._last[1]
-            return last
-        found = self._found(key, make, ranks)
-        self._last = key, found
-        return found
-
-    def _found(self, key: Hashable, make: Callable[[], T], ranks: tuple[int, ...]) -> T:
         kept = self._kept.setdefault(ranks, OrderedDict())
         found: T | None = kept.get(key)
         if found is None:
@@ -205,7 +192,6 @@ class Site:
     def forget(self) -> None:
         """Drop all that is kept; on all ranks in the same call."""
         self._kept.clear()
-        self._last = None, None
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {self.location})"
@@ -262,7 +248,7 @@ def pop_module(*_of_hook: object) -> None:
 
 
 class Step:
-    """A noted call of a function: function, module path, and place; one object for each of these.
+    """A noted call of a function: function, module path, and place.
 
     ``word`` is its hash, equal on ranks that run the same program. It has the first line of the code and not
     its file: ranks may have the program at different paths.
@@ -286,7 +272,6 @@ class Step:
 
 # The last one notes calls; None while a rule calls functions itself.
 CALL_TRACES: list[CallTrace | None] = of_each_rank()
-_STEPS: dict[tuple[Any, str, Place], Step] = {}
 
 
 def thread_inside() -> str:
@@ -296,18 +281,11 @@ def thread_inside() -> str:
 
 
 def note(function: Any, kind: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NOTHING) -> None:
-    """Add a call of a function to the trace of the current call of a model, if its kind is compared.
-
-    Runs for every function of a program, so that it is written for few calls of Python: ``+=`` of a tuple in
-    place of ``append``, one step for each place in place of one for each call.
-    """
+    """Add a call of a function to the trace of the current call of a model, if its kind is compared."""
     trace = CALL_TRACES[-1]
     if trace is None or kind in _UNCOMPARED:
         return
-    key = function, THREAD.stack[-1][0], user_place()
-    if key not in _STEPS:
-        _STEPS[key] = Step(*key)
-    trace.steps += (_STEPS[key],)
+    trace.steps.append(Step(function, THREAD.stack[-1][0], user_place()))
     said: list[Any] | None = None
     if (kwargs or args[1:] or (args and args[0].__class__ not in TENSORS)) and kind != "registered":
         said, plain = comparable_parts(args, kwargs)

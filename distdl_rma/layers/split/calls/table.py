@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -111,6 +112,7 @@ def rule(kind: str, *names: Any, doc: str = "", errors: str = "") -> Callable[[H
     return enter
 
 
+@cache
 def name_of(function: Any) -> str:
     """The name of a function in messages: ``torch.nn.functional.conv2d``, ``Tensor.add``."""
     name = getattr(function, "__name__", "")

@@ -56,15 +56,14 @@ def raise_as_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     if RECORDINGS and RECORDINGS[-1].notes:
         return _noted(RECORDINGS[-1], func, args, kwargs)
-    given = (*args, *kwargs.values())
-    # A user's function must run only once, and a user's generator must draw only once.
-    more = [x for x in given if x.__class__ not in _NUMBERS]
-    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in more):
-        return ()
     key = func, torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), _kind(args), _kind(kwargs)
     found = _ACCEPTED.get(key)
     if found is not None:
         return found
+    # A user's function must run only once, and a user's generator must draw only once.
+    given = (*args, *kwargs.values())
+    if kwargs.get("out") is not None or any(callable(x) or isinstance(x, torch.Generator) for x in given):
+        return ()
     warned: list[Warned] = []
     error = _error(func, args, kwargs, warned)
     # Stand-ins are on the CPU; kernels of devices compute in more dtypes.
@@ -123,11 +122,11 @@ def _kind(argument: Any) -> Any:
             known = _here(argument)
             ends = tuple(float(each) for each in known.aminmax())
             ends += (float(known.count_nonzero()),) if known.dtype in _MASKS else ()
-        return _shape(argument), argument.dtype, argument.is_cpu, split, ends
+        return tuple(argument.shape), argument.dtype, argument.is_cpu, split, ends
     if isinstance(argument, (list, tuple)):
         return type(argument), *map(_kind, argument)
     if isinstance(argument, dict):
-        return tuple((name, _kind(each)) for name, each in argument.items())
+        return tuple([(name, _kind(each)) for name, each in argument.items()])
     if isinstance(argument, slice):
         return "slice", _kind((argument.start, argument.stop, argument.step))
     return type(argument), argument if isinstance(argument, Hashable) else repr(argument)

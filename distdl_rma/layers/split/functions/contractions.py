@@ -18,6 +18,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,12 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.tensors import AUTOCASTS, no_autocast
+from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.autocast import castable
 from distdl_rma.layers.split.calls.signatures import named
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import name_of, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
-from distdl_rma.layers.split.functions.shapes import derived, frozen
 from distdl_rma.layers.split.operands import (
     as_part,
     common_partition,
@@ -65,7 +66,7 @@ def planned(func: Any, operands: Operands, labels: Sequence[Labels], out: Labels
     An operand in which the grid dimension cuts another label becomes whole along that. ``uncut`` are labels
     that torch's function needs whole, such as the keys of attention.
     """
-    shapes = [frozen(x) for x in operands]
+    shapes = [tuple(x.shape) for x in operands]
     wrong = f"{name_of(func)}: global shapes {' and '.join(map(str, shapes))} do not go together"
     extents: dict[Any, int] = {}
     for shape, names in zip(shapes, labels, strict=True):
@@ -142,11 +143,7 @@ def product_of(
 def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
     # Torch's dtype of the result, or its error, from a product of at most two elements per dimension: under
     # autocast, products of one element have other dtypes. Torch sums integers in longer ones.
-    kind = operands[0].dtype
-    same = (kind.is_floating_point or kind.is_complex) and all(x.dtype is kind for x in operands)
-    if same and not AUTOCASTS():
-        return kind
-    few = [torch.zeros([min(n, 2) for n in frozen(x)], dtype=x.dtype, device=x.device) for x in operands]
+    few = [torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands]
     found: torch.dtype = compute(*few).dtype
     return found
 
@@ -167,7 +164,8 @@ def prepared(
     first = next(x for x in operands if isinstance(x, SplitTensor))
     key = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in operands)
     names = tuple(map(tuple, labels)), tuple(out), tuple(uncut)
-    work = derived(first, (func, key, names), lambda: planned(func, operands, labels, out, uncut))
+    plan = partial(planned, func, operands, labels, out, uncut)
+    work = lay.kept(first.partition, "work", (key, names), plan)
     site = site_for(func, first)
     blocks = [
         as_part(site, x, part, work.all, at)

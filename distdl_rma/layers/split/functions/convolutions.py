@@ -53,10 +53,8 @@ def convolution(call: Call, site: Site, x: SplitTensor, weight: Any, bias: Any, 
         return composed(_of_complex, func, x, weight, bias, how)
     weights: Any = wholes(site, (weight, bias), layout, _WEIGHTS)
     local, (weight, bias) = checked_block(x), weights
-    others = (*how.values(),)
-    if list in map(type, others):
-        # Lists have no hash.
-        others = tuple(tuple(n) if isinstance(n, list) else n for n in others)
+    # Lists have no hash.
+    others = [tuple(n) if isinstance(n, list) else n for n in how.values()]
     of_bias = None if bias is None else (bias.shape, bias.dtype)
     key = layout, local.dtype, weight.shape, weight.dtype, of_bias, *others
 

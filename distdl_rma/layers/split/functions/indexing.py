@@ -39,8 +39,6 @@ from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.pointwise import pointwise
 from distdl_rma.layers.split.functions.shapes import (
     broadcast,
-    derived,
-    frozen,
     on_shape,
     reshape,
     uncut,
@@ -75,19 +73,15 @@ def narrowed(x: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
 def _cut_out(x: SplitTensor, slices: tuple[tuple[int, int, int, int], ...]) -> SplitTensor:
     # Slices of some dimensions, given as dimension, start, stop and step. Parts of the result are what is
     # left of the parts, also if a rank keeps nothing: a balanced result would have to move.
-    def make() -> tuple[Decomposition, tuple[slice, ...], Any]:
-        splits: dict[int, Split] = {}
-        place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
-        whole = local.copy()
-        for dim, start, stop, step in slices:
-            splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
-            part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
-            local[dim], whole[dim] = slice(*within[part], step), slice(start, stop, step)
-        strides = strides_of(x, lambda memory: memory[tuple(whole)])
-        return lay.with_splits(x._layout, splits), tuple(local), strides
-
-    layout, here, strides = derived(x, ("slices", slices, x._strides), make)
-    return seen_of(x, checked_block(x)[here], layout, strides)
+    splits: dict[int, Split] = {}
+    place, local = x._layout.partition.index or (), [slice(None)] * len(x._layout.shape)
+    whole = local.copy()
+    for dim, start, stop, step in slices:
+        splits[dim], within = layout_choice.sliced(x._layout.splits[dim], start, stop, step)
+        part = place[x._layout.axes.index(dim)] if dim in x._layout.axes else 0
+        local[dim], whole[dim] = slice(*within[part], step), slice(start, stop, step)
+    strides = strides_of(x, lambda memory: memory[tuple(whole)])
+    return seen_of(x, checked_block(x)[tuple(local)], lay.with_splits(x._layout, splits), strides)
 
 
 def _one(func: Any, x: SplitTensor, dim: int, at: int) -> SplitTensor:
@@ -115,13 +109,8 @@ def place_of(x: SplitTensor, dim: int, at: int) -> int:
 
 def _of_elements(x: SplitTensor, target: Decomposition, dim: int) -> tuple[Decomposition, Any]:
     # Layout and strides of an element of a dimension that is whole in ``target``.
-    order = [d for d in range(len(target.shape)) if d != dim]
-
-    def make() -> tuple[Decomposition, Any]:
-        layout = lay.reordered(target, order)
-        return layout, strides_of(x, lambda memory: memory.select(dim, 0)) if x._layout.shape[dim] else None
-
-    return derived(x, ("element", target, dim, x._strides), make)
+    layout = lay.reordered(target, [d for d in range(len(target.shape)) if d != dim])
+    return layout, strides_of(x, lambda memory: memory.select(dim, 0)) if x._layout.shape[dim] else None
 
 
 @rule("movement", "narrow", "select")
@@ -228,12 +217,8 @@ def _with_new(x: SplitTensor, news: Sequence[int]) -> SplitTensor:
     for at in news:
         order.insert(at, None)
     index = tuple(None if d is None else slice(None) for d in order)
-
-    def make() -> tuple[Decomposition, Any]:
-        return lay.reordered(x._layout, order), strides_of(x, lambda memory: memory[index])
-
-    layout, strides = derived(x, ("new", tuple(order), x._strides), make)
-    return seen_of(x, checked_block(x)[index], layout, strides)
+    strides = strides_of(x, lambda memory: memory[index])
+    return seen_of(x, checked_block(x)[index], lay.reordered(x._layout, order), strides)
 
 
 def basic(func: Any, x: SplitTensor, given: Sequence[Any]) -> tuple[SplitTensor, dict[int, torch.Tensor]]:
@@ -383,7 +368,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
         return on_whole_tensors(*call)
     dim = positive(dim, x.dim())
     # Dimensions of equal extents are cut like the largest split operand.
-    extents, every = [frozen(each) for each in operands], range(x.dim())
+    extents, every = [tuple(each.shape) for each in operands], range(x.dim())
     uneven = [d for d in every if d == dim or len({shape[d] for shape in extents}) > 1]
     split = [each._layout for each in operands if isinstance(each, SplitTensor)]
     moved = [layout_choice.cut_other_dims(layout, uneven) for layout in split]
@@ -392,7 +377,7 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     )
 
     def part(at: int, each: torch.Tensor) -> torch.Tensor:
-        shape = frozen(each)
+        shape = tuple(each.shape)
         wanted = uncut(work, {d: shape[d] for d in uneven}) if shape else part_for((), work)
         return as_part(site, each, wanted, work, at)
 
@@ -427,10 +412,10 @@ def by_mask(func: Any, x: Any, mask: Any, at: int = 0) -> SplitTensor:
 
     The mask covers the dimensions of ``x`` from ``at`` on. A plain tensor is cut like the mask first.
     """
-    shape = frozen(x)
+    shape = tuple(x.shape)
     covered = shape[at : at + mask.dim()]
-    if frozen(mask) != covered:
-        raise IndexError(f"the mask has the global shape {frozen(mask)}, what it chooses from {covered}")
+    if mask.shape != covered:
+        raise IndexError(f"the mask has the global shape {tuple(mask.shape)}, what it chooses from {covered}")
     site = site_for(func, x, mask)
     if not isinstance(x, SplitTensor):
         # Cut like the mask.
@@ -471,7 +456,7 @@ def nonzero(call: Call, site: Site, x: SplitTensor, as_tuple: bool = False) -> A
     flat = reshape(x, (-1,))
     places = torch.arange(*flat._layout.own_box.bounds[0], device=x.device)
     found = by_mask(call[0], SplitTensor(places, flat._layout), composed(torch.ne, flat, 0))
-    numbers, layout = torch.unravel_index(found._local, frozen(x)), found._layout
+    numbers, layout = torch.unravel_index(found._local, x.shape), found._layout
     if as_tuple:
         return tuple(SplitTensor(each, layout) for each in numbers)
     rows = lay.reordered(layout, [0, None])

@@ -1,8 +1,7 @@
 """Losses: terms of the blocks, then sums over the ranks; targets are whole, or cut like the input.
 
-The usual call has operands of one layout and numbers as arguments. It takes a short way, ``_of_one_layout``:
-a plan is kept for the layout, types and arguments, and only the sum exchanges data. All other calls move
-their operands to one layout first::
+Operands of other layouts move first, so that each rank has the same part of all; only the sum then exchanges
+data::
 
     F.mse_loss(x, y)    x, y cut alike      func(x block, y block)  ->  sum  ->  allreduce  ->  / count
                         else                as_blocks, then the same
@@ -19,16 +18,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma.geometry.decomposition import Decomposition
-from distdl_rma.layers.checks.arguments import SCALAR_TYPES
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.losses import LEGACY, class_terms, divisor_of, divisor_of_classes
@@ -36,8 +33,8 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.signatures import named, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import Warned, checked_rule, raise_as_torch
-from distdl_rma.layers.split.functions.shapes import frozen, uncut
+from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.functions.shapes import uncut
 from distdl_rma.layers.split.operands import (
     as_blocks,
     as_part,
@@ -47,7 +44,7 @@ from distdl_rma.layers.split.operands import (
     on_whole_tensors,
     site_for,
 )
-from distdl_rma.layers.split.redistribution import all_sum, summed
+from distdl_rma.layers.split.redistribution import all_sum
 from distdl_rma.layers.split.reduction_axes import Along
 from distdl_rma.layers.split.tensor import SplitTensor, any_cut, checked_block, composed
 
@@ -65,8 +62,8 @@ def _reduced(
     if reduction == "none":
         return SplitTensor(y, layout)
     # Ranks along other grid dimensions hold copies, whose terms count once.
-    cut = tuple(g for g, axis in enumerate(layout.axes) if axis is not None)
-    total, dtype = y.sum(dtype=sum_dtype(y.dtype)), dtype or y.dtype
+    cut = [g for g, axis in enumerate(layout.axes) if axis is not None]
+    total, dtype = y.sum(dtype=sum_dtype(y.dtype)) if y.dim() else y, dtype or y.dtype
     if reduction != "sum" and isinstance(count, torch.Tensor):
         # One allreduce for both.
         summands = torch.stack([total, count.to(total.dtype)])
@@ -92,77 +89,19 @@ _POINTWISE = (
     *(F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.soft_margin_loss),
     *(F.hinge_embedding_loss, F.margin_ranking_loss),
 )
-# Their weights have the input's shape; the mean of the first two is divided by the weights' sum.
-_OF_WEIGHTED_MEAN = F.mse_loss, F.l1_loss, F.huber_loss
 # Torch broadcasts their operands, and warns.
-_BROADCASTING = *_OF_WEIGHTED_MEAN, F.smooth_l1_loss
-
-
-class _OneLayout(NamedTuple):
-    # What a loss needs for operands with one layout, for given dtypes and arguments. All of it follows from
-    # these, so that a later call with the same looks it up, and checks nothing again.
-    warned: Sequence[Warned]
-    how: str  # the reduction of the blocks
-    divisor: int | None  # of a mean
-    ranks: tuple[int, ...]
-    layout: Decomposition  # of the result
-
-
-def _planned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OneLayout:
-    # Torch's own checks, of shapes and types, on tensors without memory; warnings are those of the whole
-    # call.
-    warned, x = raise_as_torch(func, args, kwargs), args[0]
-    layout, reduction = x._layout, kwargs.get("reduction", "mean")
-    ranks = lay.line(layout, [g for g, axis in enumerate(layout.axes) if axis is not None])
-    divisor = None if reduction in ("none", "sum") else divisor_of(reduction, layout.shape)
-    if reduction != "none":
-        layout = lay.replicated(layout.partition, ())
-    return _OneLayout(warned, _on_block(reduction, x._local), divisor, ranks, layout)
-
-
-def _of_one_layout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitTensor | None:
-    # Only the sum exchanges data. None if layouts differ, or an argument is no number or text. Layouts are
-    # one object if they are equal, so that ``is`` compares them.
-    layout, blocks, key = None, [], [func, *kwargs.values()]
-    for x in args:
-        if not isinstance(x, SplitTensor) or (layout is not None and x._layout is not layout):
-            return None
-        layout = x._layout
-        block = checked_block(x)
-        blocks.append(block)
-        key.append(block.dtype)
-    for name, value in kwargs.items():
-        if value.__class__ not in SCALAR_TYPES or (name in LEGACY and value is not None):
-            return None
-    if layout is None or not layout.cut_dims:
-        return None
-    plan = lay.kept(layout.partition, "loss", (layout, *key, *kwargs), lambda: _planned(func, args, kwargs))
-    for each in plan.warned:
-        warn_user(*each)
-    y = func(*blocks, **{**kwargs, "reduction": plan.how})
-    if plan.layout is layout:
-        return SplitTensor(y, layout)
-    total = y if plan.how == "sum" else y.sum(dtype=sum_dtype(y.dtype))
-    if len(plan.ranks) > 1:
-        total = summed(site_for(func, args[0]), total, plan.ranks)
-    if plan.divisor is not None:
-        total = total / plan.divisor
-    return SplitTensor(total if total.dtype is y.dtype else total.to(y.dtype), plan.layout)
+_BROADCASTING = F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss
 
 
 @rule("loss", *_POINTWISE, errors="own")
 def pointwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each rank computes the terms of its block; their sum and count are those of the whole tensor."""
-    # Three ways, the usual one first; each sums by ``_reduced`` or as it does.
     if func is F.l1_loss and kwargs.get("weight") is None:
         kwargs = {**kwargs, "weight": _weight_not_handed_on()}
-    found = _of_one_layout(func, args, kwargs)
-    if found is not None:
-        return found
     warned = raise_as_torch(func, args, kwargs)
     x, given = args[0], named(func, args, kwargs)
     given["reduction"] = reduction = _reduction_of(given)
-    broadcasts = func in _BROADCASTING and frozen(x) != frozen(given["target"])
+    broadcasts = func in _BROADCASTING and x.shape != given["target"].shape
     if not (broadcasts or any_cut(args, kwargs)):
         return on_whole_tensors(func, (x,), given)
     for each in warned:

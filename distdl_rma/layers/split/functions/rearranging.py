@@ -28,9 +28,9 @@ from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.indexing import narrowed
-from distdl_rma.layers.split.functions.shapes import derived, frozen, on_shape, reshape
+from distdl_rma.layers.split.functions.shapes import on_shape, reshape
 from distdl_rma.layers.split.operands import (
     as_part,
     block_of,
@@ -46,33 +46,32 @@ from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.layers.split.views import seen_of, strides_of
 
 
-@rule("movement", "cat", "concat", "concatenate")
+@checked_rule("movement", "cat", "concat", "concatenate")
 @of_any_cut
 def cat(call: Call, site: Site, tensors: Any, dim: int) -> Any:
     """Each rank joins its blocks, cut as the largest tensor is; along a cut dimension elements move."""
-    common_partition(call[0], tensors)
+    partition = common_partition(call[0], tensors)
     # Torch joins empty vectors with any tensors: the result has their common type, and is in their graph.
-    empty = [x for x in tensors if frozen(x) == (0,)]
-    tensors = [x for x in tensors if frozen(x) != (0,)] if empty else tensors
+    empty = [x for x in tensors if x.shape == (0,)]
+    tensors = [x for x in tensors if x.shape != (0,)]
     if not any(isinstance(x, SplitTensor) for x in tensors):
         return on_whole_tensors(*call)
-    shapes = [frozen(x) for x in tensors]
+    shapes = [tuple(x.shape) for x in tensors]
     # A cut tensor before copies: copies can be cut without a message.
     largest = max(
         (at for at, x in enumerate(tensors) if isinstance(x, SplitTensor)),
         key=lambda at: (tensors[at].is_split, Box.of_shape(shapes[at]).volume),
     )
-    layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
     dim = positive(dim, len(shapes[largest]))
+    layouts = tuple(x._layout if isinstance(x, SplitTensor) else tuple(x.shape) for x in tensors)
 
     def make() -> tuple[Decomposition, list[Decomposition]]:
         base = tensors[largest]._layout
         if dim not in base.cut_dims:
             base = lay.ending_first(base, [x for x in layouts if isinstance(x, Decomposition)])
-        raise_as_torch(*call)
         return _places(base, largest, shapes, dim)
 
-    result, parts = derived(tensors[largest], ("cat", layouts, largest, dim), make)
+    result, parts = lay.kept(partition, "cat", (layouts, largest, dim), make)
     pieces = [
         as_part(site, x, part, result, at) for at, (x, part) in enumerate(zip(tensors, parts, strict=True))
     ]
@@ -162,7 +161,7 @@ def _enter(
     def handler(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
         """Needs dimensions uncut: others are cut instead."""
         func, (_x, *rest), kwargs = call
-        if any(len(frozen(each)) for each in tensors_in(rest, kwargs)):
+        if any(each.dim() for each in tensors_in(rest, kwargs)):
             return on_whole_tensors(*call)
         count = len(x._layout.shape)
         found: Any = range(count) if dims is None else [given.get(d, d) for d in dims]
@@ -243,19 +242,15 @@ def _rolled_along(site: Site, x: SplitTensor, shift: int, dim: int, number: int)
 def pixels_shuffled(call: Call, site: Site, x: SplitTensor, **given: Any) -> Any:
     """Each rank shuffles its block; blocks end at whole elements of the result."""
     func, up, factor = call[0], "upscale_factor" in given, int(*given.values())
-
-    def make() -> tuple[Decomposition, Decomposition]:
-        shape = tuple(func(on_shape(x), factor).shape)
-        channels, *space = range(len(shape))[-3:]
-        units = {channels: factor**2} if up else dict.fromkeys(space, factor)
-        source = layout_choice.multiples(x._layout, units)
-        splits = {
-            d: layout_choice.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1)
-            for d in (channels, *space)
-        }
-        return source, lay.with_splits(source, splits)
-
-    source, result = derived(x, (func, factor), make)
+    shape = tuple(func(on_shape(x), factor).shape)
+    channels, *space = range(len(shape))[-3:]
+    units = {channels: factor**2} if up else dict.fromkeys(space, factor)
+    source = layout_choice.multiples(x._layout, units)
+    splits = {
+        d: layout_choice.scaled(source.splits[d], shape[d], x._layout.shape[d] or 1)
+        for d in (channels, *space)
+    }
+    result = lay.with_splits(source, splits)
     local = redistributed(site, checked_block(x), x._layout, source, "shuffled")
     y = func(local, factor) if local.numel() else local.reshape(result.own_box.shape)
     return SplitTensor(y, result)

@@ -25,7 +25,6 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.contractions import prepared, product_of
-from distdl_rma.layers.split.functions.shapes import frozen
 from distdl_rma.layers.split.operands import of_any_cut, on_whole_tensors
 from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 
@@ -35,24 +34,24 @@ from distdl_rma.layers.split.tensor import SplitTensor, composed, refused
 def attention(call: Call, site: Site, query: Any, key: Any, value: Any, **given: Any) -> Any:
     """Each rank computes its queries, heads and samples with all keys, and uses its rows of the mask."""
     func, q, k, v = call[0], query, key, value
-    if not frozen(q)[-1]:
+    if not q.shape[-1]:
         # Without features all products are zero.
         return on_whole_tensors(*call)
     mask, dropout_p, causal, scale, enable_gqa = given.values()
     operands = [q, k, v] if mask is None else [q, k, v, mask]
-    heads = frozen(q)[-3] if len(frozen(q)) > 2 else 1
-    if enable_gqa and frozen(k)[-3] != heads:
-        k, v = (composed(torch.repeat_interleave, x, heads // frozen(x)[-3], -3) for x in (k, v))
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    if enable_gqa and k.shape[-3] != heads:
+        k, v = (composed(torch.repeat_interleave, x, heads // x.shape[-3], -3) for x in (k, v))
         operands[1:3] = k, v
     if dropout_p:
         return composed(_with_dropout, q, k, v, mask, dropout_p, causal, scale)
-    batch = [list(range(2 - len(frozen(x)), 0)) for x in operands]
+    batch = [list(range(2 - x.dim(), 0)) for x in operands]
     ends = (("row", "in"), ("key", "in"), ("key", "out"), ("row", "key"))
     labels = [[*names, *own] for names, own in zip(batch, ends, strict=False)]
     longest = max(batch[:3], key=len)
     # Rows of attention weights need all keys, and all features of a product.
     _, work, blocks = prepared(func, operands, labels, [*longest, "row", "out"], ("key", "in"))
-    rows, keys = frozen(q)[-2], frozen(k)[-2]
+    rows, keys = q.shape[-2], k.shape[-2]
     first, stop = work.result.own_box.bounds[-2]
     if causal and stop - first != rows:
         if mask is not None:

@@ -19,10 +19,10 @@ with which strides, is asked of torch itself on the meta device, for the whole t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -39,33 +39,6 @@ from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed,
 from distdl_rma.layers.split.views import fills_memory, in_memory, seen_of, strides_of
 
 _T: Any = torch.Tensor
-_V = TypeVar("_V")
-
-
-def derived(x: SplitTensor, key: Any, make: Callable[[], _V]) -> _V:
-    """A value that follows from a tensor's layout and ``key``; kept by the machine.
-
-    Not by the site: what follows from layouts alone is the same in every line of the program.
-    """
-    return lay.kept(x._layout.partition, "derived", (x._layout, key), make)
-
-
-def frozen(argument: Any) -> Any:
-    """Arguments of a call in a hashable form, with shapes in place of tensors.
-
-    So calls with other values and equal shapes have one key. For a tensor alone it is its global shape.
-    """
-    if isinstance(argument, torch.Tensor):
-        return tuple(argument.shape)
-    if isinstance(argument, (list, tuple)):
-        # A tensor without dimensions stands for a number.
-        return tuple(
-            each.item() if isinstance(each, torch.Tensor) and not each.dim() else frozen(each)
-            for each in argument
-        )
-    if isinstance(argument, dict):
-        return tuple(argument), frozen([*argument.values()])
-    return argument
 
 
 def uncut(layout: Decomposition, extents: dict[int, int]) -> Decomposition:
@@ -86,15 +59,11 @@ def on_shape(x: SplitTensor) -> torch.Tensor:
 def reordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reorders dimensions; each rank keeps its block."""
     x, *rest = args
-
-    def make() -> tuple[Decomposition, Any]:
-        # Torch reorders a shape whose extents all differ, so that they identify the dimensions. So the rule
-        # needs to know none of these functions' arguments.
-        probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
-        order = [n - 1 for n in probe.shape]
-        return lay.reordered(x._layout, order), strides_of(x, lambda whole: func(whole, *rest, **kwargs))
-
-    layout, strides = derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make)
+    # Torch reorders a shape whose extents all differ, so that they identify the dimensions. So the rule needs
+    # to know none of these functions' arguments.
+    probe = func(torch.empty(tuple(range(1, len(x._layout.shape) + 1)), device="meta"), *rest, **kwargs)
+    layout = lay.reordered(x._layout, [n - 1 for n in probe.shape])
+    strides = strides_of(x, lambda whole: func(whole, *rest, **kwargs))
     return seen_of(x, func(checked_block(x), *rest, **kwargs), layout, strides)
 
 
@@ -117,7 +86,7 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(composed(func, each) for each in args)
     if func.__name__ in ("view_as", "reshape_as"):
         (other,) = *rest, *kwargs.values()
-        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [frozen(other)], {}
+        func, rest, kwargs = getattr(_T, func.__name__[:-3]), [other.shape], {}
         if not isinstance(x, SplitTensor):
             return func(x, *rest)
     if not isinstance(x, SplitTensor):
@@ -127,17 +96,15 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if given.itemsize != x._local.dtype.itemsize:
             raise refused(func, "a type of another size changes extents of blocks")
         return seen_of(x, checked_block(x).view(given), x._layout, x._strides)
-
-    def make() -> tuple[Decomposition, Decomposition, Any]:
-        shape = tuple(func(on_shape(x), *rest, **kwargs).shape)
-        strides: Any = _COPIED
-        # Unlike reshape, ravel copies whatever is not contiguous.
-        if func.__name__ != "ravel" or in_memory(x).is_contiguous():
-            with suppress(RuntimeError):
-                strides = strides_of(x, lambda whole: whole.view(shape))
-        return *layout_choice.reshaped(x._layout, shape), strides
-
-    return _reshaped(func, x, *derived(x, (func, frozen(rest), frozen(kwargs), x._strides), make))
+    shape = tuple(func(on_shape(x), *rest, **kwargs).shape)
+    strides: Any = _COPIED
+    # Unlike reshape, ravel copies whatever is not contiguous.
+    if func.__name__ != "ravel" or in_memory(x).is_contiguous():
+        with suppress(RuntimeError):
+            strides = strides_of(x, lambda whole: whole.view(shape))
+    key = x._layout, shape
+    source, result = lay.kept(x.partition, "reshaped", key, lambda: layout_choice.reshaped(*key))
+    return _reshaped(func, x, source, result, strides)
 
 
 def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
@@ -197,7 +164,7 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     if func is _T.expand_as:
         (other,) = *rest, *kwargs.values()
-        func, rest, kwargs = _T.expand, [frozen(other)], {}
+        func, rest, kwargs = _T.expand, [other.shape], {}
     if not isinstance(x, SplitTensor):
         return func(x, *rest, **kwargs)
     return _expanded(func, x, _shape_of(func, x, rest, kwargs))
@@ -205,21 +172,16 @@ def expanded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _shape_of(func: Any, x: SplitTensor, rest: list[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
     # Global shape of a function's result, as torch says.
-    key = func, frozen(rest), frozen(kwargs)
-    return derived(x, key, lambda: tuple(func(on_shape(x), *rest, **kwargs).shape))
+    return tuple(func(on_shape(x), *rest, **kwargs).shape)
 
 
 def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
     # An expanded dimension has one element, which one rank has if it is cut: that one sends it to all.
     ahead, mine = len(shape) - len(x._layout.shape), x._layout.shape
     local, layout = with_whole(site_for(func, x), x, [d for d, n in enumerate(mine) if n != shape[d + ahead]])
-
-    def make() -> tuple[Decomposition, Any]:
-        longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
-        result = uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
-        return result, strides_of(x, lambda whole: whole.expand(shape))
-
-    result, strides = derived(x, ("expanded", layout, shape, x._strides), make)
+    longer = lay.reordered(layout, [*(None,) * ahead, *range(len(mine))])
+    result = uncut(longer, {d: n for d, n in enumerate(shape) if n != longer.shape[d]})
+    strides = strides_of(x, lambda whole: whole.expand(shape))
     y = local.expand(result.own_box.shape)
     return seen_of(x, y, result, strides, layout is not x._layout)
 
@@ -228,7 +190,7 @@ def _expanded(func: Any, x: SplitTensor, shape: tuple[int, ...]) -> SplitTensor:
 def broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``expand`` of each tensor to the common shape; plain tensors stay plain."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-    shape = torch.broadcast_shapes(*(tuple(frozen(x)) for x in tensors))
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return type(tensors)(
         _expanded(func, x, tuple(shape)) if isinstance(x, SplitTensor) else x.expand(shape) for x in tensors
     )

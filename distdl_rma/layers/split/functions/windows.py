@@ -42,8 +42,8 @@ from distdl_rma.layers.ops.windows import (
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.site import Site
-from distdl_rma.layers.split.calls.table import Call, rule
-from distdl_rma.layers.split.calls.torch_errors import checked_rule, raise_as_torch
+from distdl_rma.layers.split.calls.table import Call
+from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.shapes import on_shape, uncut
 from distdl_rma.layers.split.operands import as_part, common_partition, needs_of, of_any_cut, of_cut
 from distdl_rma.layers.split.redistribution import redistributed
@@ -82,17 +82,15 @@ Given = Mapping[str, Any]
 
 
 def windowed(
-    call: Call, site: Site, x: torch.Tensor, layout: Decomposition, dims: int, kind: type[Any], given: Given
+    site: Site, x: torch.Tensor, layout: Decomposition, dims: int, kind: type[Any], given: Given
 ) -> tuple[SplitTensor, Any]:
     """Run an operation of windows on a block with or without a batch; returns the result and the operation.
 
-    The arguments ``given`` are only read, and the call is only checked, for a new operation. Their text is
-    the key: 1.0 equals 1, and torch takes only one of them.
+    The text of the arguments ``given`` is the key: 1.0 equals 1, and torch takes only one of them.
     """
     batched = len(layout.shape) == dims + _LEADING
 
     def make() -> tuple[Any, Decomposition]:
-        raise_as_torch(*call)
         options = options_of(kind, given, dims)
         order = range(dims + _LEADING) if batched else (None, *range(dims + 1))
         operation, output = _made(kind, site, lay.reordered(layout, list(order)), x.dtype, options)
@@ -128,8 +126,8 @@ def with_single_copied(site: Site, y: SplitTensor) -> SplitTensor:
     return SplitTensor(redistributed(site, y._local, layout, target), target)
 
 
-@rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
-@rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
+@checked_rule("window", *_of_dims("max_pool{}d", "max_pool{}d_with_indices"))
+@checked_rule("window", *_of_dims("adaptive_max_pool{}d", "adaptive_max_pool{}d_with_indices"))
 @of_cut(empty=False)
 def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = False, **how: Any) -> Any:
     """The largest element of each window; ranks fetch the inputs of their outputs. Indices are global."""
@@ -138,36 +136,32 @@ def max_pool(call: Call, site: Site, x: SplitTensor, return_indices: bool = Fals
     both = func.__name__.endswith("_with_indices") or func is torch.adaptive_max_pool1d
     dims, indices = dims_of(func), bool(return_indices or both)
     given = {**how, "return_indices": indices}
-    y, operation = windowed(call, site, checked_block(x), x._layout, dims, kind, given)
+    y, operation = windowed(site, checked_block(x), x._layout, dims, kind, given)
     if not indices:
         return with_single_copied(site, y)
     index = SplitTensor(operation.take_indices(y._local).reshape(y._local.shape), y._layout)
     return with_single_copied(site, y), with_single_copied(site, index)
 
 
-@rule("window", *_of_dims("avg_pool{}d"))
+@checked_rule("window", *_of_dims("avg_pool{}d"))
 @of_cut(empty=False)
 def avg_pool(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """The mean of each window; ranks fetch the inputs of their outputs."""
-    y, _ = windowed(call, site, checked_block(x), x._layout, dims_of(call[0]), AvgPooling, how)
+    y, _ = windowed(site, checked_block(x), x._layout, dims_of(call[0]), AvgPooling, how)
     return with_single_copied(site, y)
 
 
-@rule("window", *_of_dims("adaptive_avg_pool{}d"))
+@checked_rule("window", *_of_dims("adaptive_avg_pool{}d"))
 @of_cut(empty=False)
 def adaptive_avg_pool(call: Call, site: Site, x: SplitTensor, output_size: Any) -> Any:
     """The mean of each window; ranks sum their elements and exchange sums. One window is replicated."""
-    return averaged(call, site, x, each_dim(output_size, dims_of(call[0])))
+    return averaged(site, x, each_dim(output_size, dims_of(call[0])))
 
 
-def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
+def averaged(site: Site, x: SplitTensor, size: tuple[int | None, ...]) -> SplitTensor:
     """Adaptive averages of a split tensor; blocking."""
     dims, layout = len(size), x._layout
     local = _widened(checked_block(x)) if dims == _DIMS[-1] else checked_block(x)
-
-    # As text: 1.0 equals 1, and torch takes only one of them.
-    key = "checked", str(size), layout, local.dtype
-    site.kept(key, lambda: raise_as_torch(*call) is not None)
     first = len(layout.shape) - dims
     single = tuple(d for d, n in enumerate(size, first) if n == 1)
     # Dimensions that are cut and pooled to one element: by sums. The others: by windows.
@@ -179,29 +173,23 @@ def averaged(call: Call, site: Site, x: SplitTensor, size: tuple[int | None, ...
         size = tuple(None if d in single else n for d, n in enumerate(size, first))
     if all(n is None or n == layout.shape[d] for d, n in enumerate(size, first)):
         return SplitTensor(local.clone() if local is x._local else local, layout)
-    rest, _ = windowed(call, site, local, layout, dims, AdaptiveAvgPooling, {"output_size": size})
+    rest, _ = windowed(site, local, layout, dims, AdaptiveAvgPooling, {"output_size": size})
     return with_single_copied(site, rest)
 
 
-@rule("window", "interpolate")
+@checked_rule("window", "interpolate")
 @of_cut(empty=False)
 def interpolate(call: Call, site: Site, x: SplitTensor, **how: Any) -> Any:
     """Weighted neighbours by global sizes, which ranks fetch; if antialiased, the whole plane."""
     func, *_ = call
     dims, mode = x._local.dim() - _LEADING, how["mode"]
-
-    def make() -> tuple[int, ...]:
-        raise_as_torch(*call)
-        return tuple(func(on_shape(x), **how).shape[_LEADING:])
-
-    # Torch computes the size of the result.
-    outputs = site.kept(("outputs", str(how), x._layout, x._local.dtype), make)
     if mode == "area":
-        return averaged(call, site, x, outputs)
+        # Torch computes the size of the result.
+        return averaged(site, x, tuple(func(on_shape(x), **how).shape[_LEADING:]))
     if how["antialias"] or not x._local.dtype.is_floating_point:
         spatial = range(_LEADING, _LEADING + dims)
         return by_whole_dims(site, x, spatial, lambda local: func(local, **how))
-    return windowed(call, site, _widened(checked_block(x), False), x._layout, dims, Resizing, how)[0]
+    return windowed(site, _widened(checked_block(x), False), x._layout, dims, Resizing, how)[0]
 
 
 @checked_rule("window", "pad")
@@ -309,21 +297,17 @@ def grid_sample(call: Call, site: Site, x: Any, grid: Any, **how: Any) -> Any:
     dims = len(of_x)
     shape = (*of_x[:2], *of_grid[1:-1])
 
-    def make() -> tuple[Decomposition, Decomposition, Decomposition]:
-        # Layouts of the result, of the planes and of the points. The result is cut where the input is, a
-        # spatial cut of which becomes one of the points; an input that is not cut follows the points.
-        if isinstance(x, SplitTensor) and x.is_split:
-            axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
-        else:
-            axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
-            kept = {0: grid._layout.splits[0]}
-        result = lay.with_splits(lay.balanced(partition, shape, axes), kept)
-        planes = uncut(lay.whole(result, range(2, dims)), dict(enumerate(of_x[2:], 2)))
-        points = lay.reordered(lay.whole(result, (1,)), [0, *range(2, dims), None])
-        return result, planes, uncut(points, {dims - 1: of_grid[-1]})
-
-    layouts = [y._layout if isinstance(y, SplitTensor) else tuple(y.shape) for y in (x, grid)]
-    result, planes, points = site.kept(("planes", *layouts, str(how)), make)
+    # Layouts of the result, of the planes and of the points. The result is cut where the input is, a spatial
+    # cut of which becomes one of the points; an input that is not cut follows the points.
+    if isinstance(x, SplitTensor) and x.is_split:
+        axes, kept = x._layout.axes, dict(enumerate(x._layout.splits[:2]))
+    else:
+        axes = tuple(None if a is None or a == dims - 1 else a + (a > 0) for a in grid._layout.axes)
+        kept = {0: grid._layout.splits[0]}
+    result = lay.with_splits(lay.balanced(partition, shape, axes), kept)
+    planes = uncut(lay.whole(result, range(2, dims)), dict(enumerate(of_x[2:], 2)))
+    points = lay.reordered(lay.whole(result, (1,)), [0, *range(2, dims), None])
+    points = uncut(points, {dims - 1: of_grid[-1]})
     plane, point = as_part(site, x, planes, result, 0), as_part(site, grid, points, result, 1)
     if result.own_box.empty:
         # In the graph of both, so that this rank runs their backward, in which other ranks wait for it.

@@ -16,7 +16,6 @@ its memory (``become_split``); buffers and views stay plain and get the whole va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from distdl_rma.layers.split.functions.indexing import (
     place_of,
 )
 from distdl_rma.layers.split.functions.pointwise import changed_plain, pointwise, without_gradient
-from distdl_rma.layers.split.functions.shapes import frozen
 from distdl_rma.layers.split.operands import as_part, common_partition, cut_by_largest, part_for, site_for
 from distdl_rma.layers.split.redistribution import redistributed
 from distdl_rma.layers.split.reduction_axes import with_whole
@@ -68,7 +66,7 @@ def set_item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, index, value = args
     given = numbered(index)
     # The values of a split mask decide how many elements it selects.
-    decided = isinstance(value, torch.Tensor) and prod(frozen(value)) != 1
+    decided = isinstance(value, torch.Tensor) and value.numel() != 1
     if not (decided and any(any_cut(each) and is_mask(each) for each in given)) and (
         lay.LEAVING_OUT or any(isinstance(each, torch.Tensor) for each in given)
     ):
@@ -107,7 +105,7 @@ def _beside(
     value: torch.Tensor, dims: Sequence[int | None], wanted: Sequence[int | None], ones: Sequence[int]
 ) -> torch.Tensor:
     # Reshapes a value for ``dims`` to broadcast to ``wanted``, with ``ones`` inserted; None keeps its order.
-    shape, count = frozen(value), len(dims)
+    shape, count = tuple(value.shape), len(dims)
     if not ones and len(shape) <= count:
         return value
     # Torch ignores superfluous leading dimensions of extent 1.
@@ -152,11 +150,11 @@ def _write_chosen(
     # Writes by masks and tensors of indices.
     (at, mask), *others = chosen.items()
     if is_mask(mask) and not others:
-        shape, whole = frozen(mask), part._layout.shape
+        shape, whole = tuple(mask.shape), part._layout.shape
         if shape != whole[at : at + len(shape)]:
             raise IndexError(f"the mask has the global shape {shape}, what it writes to {whole[at:]}")
         wide = composed(torch.reshape, mask, (*shape, *(1,) * (len(whole) - at - len(shape))))
-        if not isinstance(value, torch.Tensor) or prod(frozen(value)) == 1:
+        if not isinstance(value, torch.Tensor) or value.numel() == 1:
             value = composed(torch.reshape, value, ()) if isinstance(value, torch.Tensor) else value
             pointwise(_T.masked_fill_, (part, wide, value), {})
             return
@@ -170,7 +168,7 @@ def _write_chosen(
         wide = before.dim() - len(kept)
         named = chosen_order([d for d in kept if d not in ones], dims, wide)
         value = _beside(value, named, chosen_order(kept, dims, wide), ones)
-        value = as_part(site, value, part_for(frozen(value), result), result, 1)
+        value = as_part(site, value, part_for(value.shape, result), result, 1)
     if layout is not part._layout:
         local = local.clone()
     local[index] = value
@@ -195,7 +193,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Autocast does not apply to in-place forms.
     with no_autocast():
         y = RULES[without].handler(without, (before, *args[1:]), kwargs)
-    if frozen(x) != y._layout.shape:
+    if x.shape != y._layout.shape:
         raise refused(func, f"it changes the shape of the tensor itself to {y._layout.shape}")
     if not isinstance(x, SplitTensor) and not (must_stay_plain(x) and without_gradient(x, y)):
         become_split(func, x, y._layout)

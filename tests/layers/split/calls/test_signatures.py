@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import distdl_rma.layers.split.functions  # noqa: F401 - fills the table
-from distdl_rma.layers.split.calls.signatures import SIGNATURES, first_by_place, named
+from distdl_rma.layers.split.calls.signatures import first_by_place, named, signature_of
 from distdl_rma.layers.split.calls.table import RULES
 
 # Forms of these have other arguments at a place than the longest one; their rules know both.
@@ -45,7 +45,7 @@ def as_read(value):
 def test_names_order_and_defaults_are_those_of_every_form_in_c():
     otherwise, seen = set(), 0
     for function in filter(of_c, FUNCTIONS):
-        first, places, most, defaults = SIGNATURES[function]
+        first, places, most, defaults = signature_of(function)
         for begin, *others in forms(function):
             seen += 1
             by_place = [called(each) for each in others if not each.kwarg_only]
@@ -70,7 +70,7 @@ def test_names_order_and_defaults_are_those_of_functions_of_python():
         if of_c(function) or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
             continue
         seen += 1
-        first, places, most, defaults = SIGNATURES[function]
+        first, places, most, defaults = signature_of(function)
         by_place = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         assert [first, *places][: len(by_place)] == by_place and most == max(1, len(by_place))
         assert defaults == {
@@ -80,8 +80,8 @@ def test_names_order_and_defaults_are_those_of_functions_of_python():
 
 
 def test_names_that_torch_publishes_for_functions_that_choose_another_one():
-    assert SIGNATURES[F.adaptive_max_pool2d].places == ("output_size", "return_indices")
-    assert SIGNATURES[F.max_pool1d].defaults["ceil_mode"] is False
+    assert signature_of(F.adaptive_max_pool2d).places == ("output_size", "return_indices")
+    assert signature_of(F.max_pool1d).defaults["ceil_mode"] is False
     # Which torch's function of Python passes on.
     assert named(torch.max_pool2d, ("x", 3), {"return_indices": False})["return_indices"] is False
 
