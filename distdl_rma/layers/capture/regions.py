@@ -16,6 +16,7 @@ last values, as in the recording. Views that are used behind a region are made b
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -148,10 +149,9 @@ class Regions:
         # again: that takes less time than to write them to memory, and to read them.
         memory = self._recorder.memory
         fused = [step for run in runs if _kernels(run) for step in run]
-        others = {id(step) for step in fused}
-        steps = [step for run in runs for step in run]
-        seen = kept.union(*(_used([step]) for step in steps if id(step) not in others))
-        memories = {memory(n) for n in seen} | {memory(n) for step in steps for n in self._changed(step)}
+        others = [step for run in runs if not _kernels(run) for step in run]
+        changed = {n for step in [*fused, *others] for n in self._changed(step)}
+        memories = {memory(n) for n in changed | kept | _used(others)}
         found = dict[int, Step]()
         for step in fused:
             elementwise = _is_view(step) or _kernel(step) not in _SUMS
@@ -165,10 +165,11 @@ class Regions:
         made, memory = {*_made(run)}, self._recorder.memory
         kernels = _kernels(run)
         # Of each memory, the tensor that stands for it behind the region: the only one that is needed there,
-        # or the first one that showed it.
+        # if it is all of the memory, or the first one that showed it.
         first = {memory(n): n for n in reversed(_made(kernels))}
         needed = [n for n in sorted(made & behind) if memory(n) in first]
-        alone = {memory(n): n for n in needed if self._is_alone(n, needed)}
+        times = Counter(map(memory, needed))
+        alone = {memory(n): n for n in needed if times[memory(n)] == 1 and self._is_whole(n)}
         results_of = first | alone
         wanted, after = made & behind, list[Step]()
         for step in reversed(run):
@@ -183,18 +184,14 @@ class Regions:
                 wanted.add(operand)
         outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
         inputs = sorted(_used(run) - made)
-        function = self._compiled(run, inputs, outputs) if outputs else None
-        if function is None:
-            return [*run] if outputs else after[::-1]
+        if not outputs:
+            return after[::-1]
+        if (function := self._compiled(run, inputs, outputs)) is None:
+            return [*run]
         self.number += 1
         self._told(self.number)
-        results = tuple(map(Slot, outputs))
-        return [Step(function, tuple(map(Slot, inputs)), {}, results, True), *after[::-1]]
-
-    def _is_alone(self, number: int, needed: Sequence[int]) -> bool:
-        # Whether a tensor is all of its memory, and no other one that is needed shows it.
-        memory = self._recorder.memory
-        return self._is_whole(number) and [memory(n) for n in needed].count(memory(number)) == 1
+        given, results = (tuple(map(Slot, some)) for some in (inputs, outputs))
+        return [Step(function, given, {}, results, True), *after[::-1]]
 
     def _is_whole(self, number: int) -> bool:
         x = self._recorder.tensors[number]
@@ -225,9 +222,8 @@ class Regions:
                     code = _TRANSLATED[key] = _translated(function, examples)
                 results = code(*examples)
         except Exception as error:
-            raise CompilerError(
-                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            ) from error
+            what = str(error).strip().partition("\n")[0]
+            raise CompilerError(f"{type(error).__name__}: {what}") from error
         same = all(x.stride() == tensors[n].stride() for x, n in zip(results, outputs, strict=True))
         return code if same else None
 
@@ -250,9 +246,7 @@ def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) 
 
 def _text(run: Sequence[Step], inputs: Any, outputs: Any, examples: Sequence[torch.Tensor]) -> Any:
     # What a region does, with slots numbered anew.
-    numbers: dict[int, Any] = {}
-    for n in [*inputs, *_made(run)]:
-        numbers[n] = Slot(len(numbers))
+    numbers = {n: Slot(at) for at, n in enumerate([*inputs, *_made(run)])}
     steps = [
         (str(_kernel(step)), _filled(step.args, numbers), _filled(step.kwargs, numbers), len(_made([step])))
         for step in run

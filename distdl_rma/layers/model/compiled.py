@@ -62,7 +62,6 @@ from distdl_rma.segments.machine import Machine
 _MOST, _TIMES = 8, 3
 # Of compiled kernels, times the root of the resolution: 1e-3 in float32.
 _ROUNDING = 3.0
-BACKENDS = ("inductor", "replay")
 _has_any_global_hook: Any = torch_module._has_any_global_hook
 _hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
@@ -422,11 +421,16 @@ class _Comparison:
 def _first_different(
     names: Iterable[str], found: Iterable[Any], true: Iterable[Any], allowed: Callable[[Any], float]
 ) -> str:
-    # Bit by bit if no difference is allowed.
+    # Bit by bit if no difference is allowed. NaN is NaN.
     for name, one, other in zip(names, found, true, strict=False):
-        if (one is None) != (other is None):
-            return name
-        if one is not None and not _equal(one, other, allowed(other)):
+        if one is None or other is None:
+            same = one is other
+        elif same := one.shape == other.shape and one.dtype == other.dtype:
+            equal, most = (one == other) | (one.isnan() & other.isnan()), allowed(other)
+            if most and _is_rounded(one):
+                equal |= (one - other).abs() <= most
+            same = bool(equal.all())
+        if not same:
             return name
     return ""
 
@@ -439,16 +443,6 @@ def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
 
 def _is_rounded(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
-    # NaN is NaN.
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    same = (one == other) | (one.isnan() & other.isnan())
-    if allowed and _is_rounded(one):
-        same |= (one - other).abs() <= allowed
-    return bool(same.all())
 
 
 def _usual() -> bool:
@@ -471,7 +465,7 @@ def _modes() -> tuple[Any, ...]:
 
 def check_options(name: str, backend: object, fallback: object) -> None:
     """Raise ``ConfigurationError`` if the options of a compiled call are wrong."""
-    if backend not in BACKENDS or not isinstance(fallback, bool):
+    if backend not in ("inductor", "replay") or not isinstance(fallback, bool):
         raise ConfigurationError(
             f"{name}: the backend is 'inductor' or 'replay', and fallback True or False, got {backend!r} and"
             f" {fallback!r}; what is called with plain tensors only can be compiled by torch.compile"

@@ -115,11 +115,6 @@ def tracer() -> str:
 RECORDINGS: list[Any] = of_each_rank()
 
 
-def fuses() -> bool:
-    """Whether a call is recorded for a compiler: kernels then are steps that it can see and fuse."""
-    return bool(RECORDINGS) and RECORDINGS[-1].fuses
-
-
 class OperatorFunction(torch.autograd.Function):
     """An autograd function whose ``apply`` skips torch's slow code for transforms if none is active.
 

@@ -36,11 +36,11 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.autograd import (
+    RECORDINGS,
     GradientNeeds,
     OperatorFunction,
     anchor,
     first_derivative,
-    fuses,
     idle,
 )
 from distdl_rma.layers.ops.core.movement import CallSite
@@ -676,7 +676,8 @@ class Normalisation(Operation):
         update = None if running is None else partial(running.update, others, others["momentum"])
         root = None if x.requires_grad else anchor(needs.any)
         # Autocast has no effect on the functions that these call.
-        local: Any = LocalNorm if self._plan.rows is None or not fuses() else FusibleNorm
+        fuses = RECORDINGS and RECORDINGS[-1].fuses and self._plan.rows is not None
+        local: Any = FusibleNorm if fuses else LocalNorm
         result: Tensor = local.apply(x, weight, bias, root, self._plan, needs.input, update)
         return result
 
