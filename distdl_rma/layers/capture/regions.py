@@ -150,14 +150,14 @@ class Regions:
         memory = self._recorder.memory
         fused = [step for run in runs if _kernels(run) for step in run]
         others = [step for run in runs if not _kernels(run) for step in run]
-        changed = {n for step in [*fused, *others] for n in self._changed(step)}
-        memories = {memory(n) for n in changed | kept | _used(others)}
+        changed = self._buffers | {memory(n) for step in [*fused, *others] for n in self._changed(step)}
+        handed_on = {memory(n) for n in kept | _used(others)}
         found = dict[int, Step]()
         for step in fused:
-            elementwise = _is_view(step) or _kernel(step) not in _SUMS
-            fixed = self._buffers.isdisjoint(map(memory, _used([step])))
-            if elementwise and fixed and memories.isdisjoint(map(memory, _made([step]))):
-                found |= dict.fromkeys(_made([step]), step)
+            made = _made([step])
+            fixed = changed.isdisjoint(map(memory, [*_used([step]), *made]))
+            if fixed and _kernel(step) not in _SUMS and handed_on.isdisjoint(map(memory, made)):
+                found |= dict.fromkeys(made, step)
         return found
 
     def _region(self, run: Sequence[Step], behind: set[int]) -> list[Step]:
@@ -200,7 +200,7 @@ class Regions:
     def _compiled(
         self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
     ) -> Callable[..., Any] | None:
-        # None if the results would have another layout in memory than the recorded ones.
+        # None if the results would have another layout than the recorded ones, or share memory.
         changed = {n for step in run for n in self._changed(step)}.intersection(inputs)
 
         def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -225,7 +225,9 @@ class Regions:
             what = str(error).strip().partition("\n")[0]
             raise CompilerError(f"{type(error).__name__}: {what}") from error
         same = all(x.stride() == tensors[n].stride() for x, n in zip(results, outputs, strict=True))
-        return code if same else None
+        # Others may change them in place.
+        known, new = ({x.untyped_storage().data_ptr() for x in some} for some in (examples, results))
+        return code if same and len(new - known) == len(results) else None
 
 
 def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -206,7 +206,11 @@ def test_a_region_is_what_its_steps_are(P_world):
             w = x.flip(2)
             v = w.cos() + w
             w.mul_(v).add_(1)
-            return y, z + 1, w.roll(1, 3), v.square() - v
+            a = x.roll(1, 2)
+            part, b = a[:, :1], a * 2 + 1
+            c = b.mean((2, 3), keepdim=True)
+            a.add_(1)
+            return y, z + 1, w.roll(1, 3), v.square() - v, (b - c) * 2, part.exp() + c, x.clone().add_(1)
 
     model = distribute(Kept(), {"H": -1})
     model.compile()
