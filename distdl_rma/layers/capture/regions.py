@@ -25,7 +25,6 @@ import torch
 
 from distdl_rma.layers.capture.recording import (
     COMPUTED,
-    STATE,
     Recorder,
     Slot,
     Step,
@@ -77,11 +76,8 @@ class Regions:
 
     def __init__(self, recorder: Recorder, told: Callable[[int], object]) -> None:
         self._recorder, self._told, self.number = recorder, told, 0
-        # Memory that was there before the call; of it, that of buffers may change.
-        kinds = [*enumerate(recorder.kinds)]
-        self._given = {recorder.memory(n) for n, kind in kinds if kind != COMPUTED}
-        fixed = [n for n, kind in kinds if kind == STATE and not recorder.tensors[n].requires_grad]
-        self._buffers = {*map(recorder.memory, fixed)}
+        # Memory that was there before the call.
+        self._given = {recorder.memory(n) for n, kind in enumerate(recorder.kinds) if kind != COMPUTED}
 
     def of(self, steps: Sequence[Step], kept: Iterable[int]) -> list[Step]:
         """The steps with their regions compiled; ``kept`` are slots that are used behind them.
@@ -89,15 +85,9 @@ class Regions:
         ``CompilerError`` if a region cannot be compiled.
         """
         found, behind = list[Step](), {*kept}
-        runs = self._runs(steps, behind)
-        again = self._repeatable(runs, behind)
-        for run in reversed(runs):
-            if _kernels(run):
-                run = _extended(run, again)
-                found[:0] = self._region(run, behind)
-            else:
-                found[:0] = run
-            behind |= _used(run) - {*_made(run)}
+        for run in reversed(self._runs(steps, behind)):
+            found[:0] = self._region(run, behind) if _kernels(run) else run
+            behind |= _used(run)
         return found
 
     def _runs(self, steps: Sequence[Step], kept: set[int]) -> list[list[Step]]:
@@ -143,22 +133,6 @@ class Regions:
         if not isinstance(function, torch._ops.OpOverload):
             return []
         return [slot.number for slot in slots_in(written(function, step.args, step.kwargs))]
-
-    def _repeatable(self, runs: Sequence[Sequence[Step]], kept: set[int]) -> dict[int, Step]:
-        # By slot, elementwise steps of a region whose results only regions use. Each region computes them
-        # again: that takes less time than to write them to memory, and to read them.
-        memory = self._recorder.memory
-        fused = [step for run in runs if _kernels(run) for step in run]
-        others = [step for run in runs if not _kernels(run) for step in run]
-        changed = self._buffers | {memory(n) for step in [*fused, *others] for n in self._changed(step)}
-        handed_on = {memory(n) for n in kept | _used(others)}
-        found = dict[int, Step]()
-        for step in fused:
-            made = _made([step])
-            fixed = changed.isdisjoint(map(memory, [*_used([step]), *made]))
-            if fixed and _kernel(step) not in _SUMS and handed_on.isdisjoint(map(memory, made)):
-                found |= dict.fromkeys(made, step)
-        return found
 
     def _region(self, run: Sequence[Step], behind: set[int]) -> list[Step]:
         # The step of a region, and the views behind it.
@@ -207,8 +181,16 @@ class Regions:
             both = zip(inputs, given, strict=True)
             values = {n: x.clone() if n in changed else x for n, x in both}
             for step in run:
-                args, kwargs = _filled(step.args, values), _filled(step.kwargs, values)
-                _assign(step.results, _kernel(step)(*args, **kwargs), values)
+                kernel = _kernel(step)
+                adds = kernel in _SUMS
+                # Compiled code adds elements one by one, in their type; torch adds them in parts.
+                operands = {n: _widened(x) for n, x in values.items()} if adds else values
+                args, kwargs = (_filled(some, operands) for some in (step.args, step.kwargs))
+                if adds and getattr(kwargs.get("dtype"), "is_floating_point", False):
+                    kwargs["dtype"] = torch.float64
+                found = kernel(*args, **kwargs)
+                found = found.to(tensors[step.results.number].dtype) if adds else found
+                _assign(step.results, found, values)
             return tuple(values[n] for n in outputs)
 
         tensors = self._recorder.tensors
@@ -274,17 +256,12 @@ def _kernels(run: Sequence[Step]) -> list[Step]:
     return found if len(found) >= _FEWEST else []
 
 
-def _extended(run: Sequence[Step], again: dict[int, Step]) -> list[Step]:
-    # With the steps that compute anew what other regions would have to hand over.
-    found, made = [*run], {*_made(run)}
-    while new := {id(again[n]): again[n] for n in _used(found) - made if n in again}:
-        found += new.values()
-        made |= {*_made([*new.values()])}
-    return sorted(found, key=lambda step: min(_made([step])))
-
-
 def _is_simple(x: torch.Tensor) -> bool:
     return x.is_cpu and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64) if x.is_floating_point() else x
 
 
 def _made(steps: Sequence[Step]) -> list[int]:

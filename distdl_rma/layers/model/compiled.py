@@ -19,12 +19,14 @@ What follows in a call of a new kind is rare: words, exchanged before each step 
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import chain, count
 from typing import Any
 
@@ -62,6 +64,8 @@ from distdl_rma.segments.machine import Machine
 _MOST, _TIMES = 8, 3
 # Of compiled kernels, times the root of the resolution: 1e-3 in float32.
 _ROUNDING = 3.0
+# Times the deadline of a wait for others: they may compile for minutes.
+_PATIENCE = 20
 _has_any_global_hook: Any = torch_module._has_any_global_hook
 _hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
@@ -248,8 +252,11 @@ class Compiled:
         if not self.fuses:
             return record(*given)
         try:
-            with _progress(self._handle.name, self.machine.rank) as told:
-                return record(*given, told)
+            with _compiling(self._handle.name, self.machine) as told:
+                captured = record(*given, told)
+            # The compiler leaves cycles of objects behind: more memory than a step takes.
+            gc.collect()
+            return captured
         except CompilerError as error:
             self.fuses = False
             warn_user(
@@ -266,6 +273,11 @@ class Compiled:
 
     def _problem(self) -> str:
         # What no recording would show.
+        try:
+            # Torch does it in a recording, and makes the directory of what it has compiled.
+            import_module("torch._dynamo")
+        except (ImportError, OSError) as error:
+            return f"torch cannot load its compiler: {error}"
         for path, module in self._model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"module {path or 'model'!r} has backward hooks"
@@ -313,9 +325,12 @@ class Compiled:
 
 
 @contextmanager
-def _progress(name: str, rank: int) -> Iterator[Callable[[int], None]]:
-    # A line for the user, on the first rank, that says how many regions of a call Inductor has compiled.
-    began, shows = time.perf_counter(), rank == 0 and sys.stderr.isatty()
+def _compiling(name: str, machine: Machine) -> Iterator[Callable[[int], None]]:
+    # Ranks wait longer for each other; and a line for the user, on the first rank, says how many regions of a
+    # call Inductor has compiled.
+    waiter, began = machine.segments.waiter, time.perf_counter()
+    shows, timeout = machine.rank == 0 and sys.stderr.isatty(), waiter.timeout
+    waiter.timeout = timeout * _PATIENCE
 
     def told(regions: int) -> None:
         if shows:
@@ -326,6 +341,7 @@ def _progress(name: str, rank: int) -> Iterator[Callable[[int], None]]:
     try:
         yield told
     finally:
+        waiter.timeout = timeout
         if shows:
             sys.stderr.write("\n")
 

@@ -9,7 +9,8 @@ between them is numpy's. This form has the same exchanges between kernels that a
                  comes before
 
 Each bracket is a few passes of torch, and one if they are compiled; alone they are slower than those of
-``LocalNorm``. Sums are in float64, so that one pass serves, whatever the mean is.
+``LocalNorm``. Sums are in float64, so that one pass serves, whatever the mean is; elements of float64, whose
+squares need more digits, have no such form.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ class FusibleNorm(OperatorFunction):
             first, second = (rows.sums(part.weighted(each)) for each in (total, product))
             means = _summed(first, second, plan.statistics)
             if needs_x:
+                # Once more: two passes that compute them take less time than one that keeps them.
+                part = _Part(plan, x, weight, moments)
                 slope = -rows.spread(means[1], x) * part.inverse * part.inverse
                 added = -rows.spread(means[0], x) * part.inverse - slope * part.rest
                 factor, slope, added = (each.to(plan.wide) for each in (part.factor, slope, added))

@@ -610,7 +610,8 @@ class Normalisation(Operation):
             self.kept = KeptValues(site, source, axes.weighted, store)
             fill = fill if self.kept.as_kept else None
             self._plan = NormPlan(self.statistics, axes, self.eps, fill, dtype)
-            self._plan.rows = Rows.of(self.statistics, axes, source)
+            if dtype != torch.float64:
+                self._plan.rows = Rows.of(self.statistics, axes, source)
         self.running: RunningStatistics | None = None
         if options.tracks:
             self.running = RunningStatistics(site, source, axes, store, share, self.statistics, self.kept)
