@@ -11,6 +11,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Generator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,10 @@ BEGIN = pytest.StashKey[float]()
 # The same examples on every run and every rank; no database, so that nothing is left in the working tree.
 hypothesis.settings.register_profile("distdl_rma", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("distdl_rma")
+# Ranks draw the same programs only if no constants of modules are among the numbers: a rank alone may have
+# loaded some, as those of kernels that Inductor has compiled for its block.
+_PROVIDERS: Any = import_module("hypothesis.internal.conjecture.providers")
+_PROVIDERS._get_local_constants = lambda: _PROVIDERS._local_constants
 
 
 @pytest.fixture(scope="session")
