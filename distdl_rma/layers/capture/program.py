@@ -35,7 +35,16 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.layers.capture.recording import CONSTANT, INPUT, STATE, Recorder, Slot, Step, slots_in
+from distdl_rma.layers.capture.recording import (
+    CONSTANT,
+    INPUT,
+    STATE,
+    Recorder,
+    Slot,
+    Step,
+    slots_in,
+    used_by,
+)
 from distdl_rma.layers.capture.regions import Regions
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, first_derivative
 from distdl_rma.layers.ops.core.tensors import no_autocast
@@ -85,11 +94,12 @@ class Program:
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:
             forth = regions.of(forth, behind | {slot.number for slot in outputs})
+        needed = behind | used_by(forth) | {slot.number for slot in outputs}
         # Global names of the functions: tensors that are in no call's arguments, and what has no text.
         self._names: dict[str, Any] = {
             f"v{n}": recorder.bound.get(n, recorder.tensors[n])
             for n, kind in enumerate(recorder.kinds)
-            if kind in {CONSTANT, STATE} and (n in behind or n in _used(forth) or Slot(n) in outputs)
+            if kind in {CONSTANT, STATE} and n in needed
         }
         inputs = [f"v{n}" for n, kind in enumerate(recorder.kinds) if kind == INPUT]
         end = ", ".join(
@@ -156,7 +166,7 @@ class Program:
             )
             # What it has saved is freed, as torch would.
             lines += [f" c{step.context}.saved_tensors = ()"] if step.backward else []
-            own = {f"v{n}" for n in _used([step])} | {f"v{slot.number}" for slot in slots_in(step.results)}
+            own = {f"v{n}" for n in used_by([step])} | {f"v{slot.number}" for slot in slots_in(step.results)}
             over = [name for name in own & made - stay if last.get(name, at) <= at]
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
@@ -182,10 +192,6 @@ class Program:
 _NAMES = re.compile(r"[cv]\d+")
 
 
-def _used(steps: Iterable[Step]) -> set[int]:
-    return {slot.number for step in steps for slot in slots_in((step.args, step.kwargs))}
-
-
 def _last_uses(steps: Iterable[Step]) -> dict[int, int]:
     # Of each slot, the last step that is given it, or makes it.
     return {slot.number: at for at, step in enumerate(steps) for slot in slots_in(step[1:4])}
@@ -204,7 +210,7 @@ def _needed(steps: Sequence[Step], results: Iterable[Any]) -> list[Step]:
     for step in reversed(steps):
         if not step.pure or any(slot.number in needed for slot in slots_in(step.results)):
             kept.append(step)
-            needed |= _used([step])
+            needed |= used_by([step])
     return kept[::-1]
 
 

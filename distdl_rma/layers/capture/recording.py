@@ -123,6 +123,11 @@ def slots_in(given: Any) -> Iterator[Slot]:
         yield from slots_in([*given.values()])
 
 
+def used_by(steps: Iterable[Step]) -> set[int]:
+    """Numbers of the slots among the arguments of steps."""
+    return {slot.number for step in steps for slot in slots_in((step.args, step.kwargs))}
+
+
 def written(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Those of the arguments of a kernel that it changes in place."""
     places = [

@@ -30,6 +30,7 @@ from distdl_rma.layers.capture.recording import (
     Step,
     alias,
     slots_in,
+    used_by,
     written,
 )
 from distdl_rma.layers.ops.core.tensors import no_autocast
@@ -87,13 +88,13 @@ class Regions:
         found, behind = list[Step](), {*kept}
         for run in reversed(self._runs(steps, behind)):
             found[:0] = self._region(run, behind) if _kernels(run) else run
-            behind |= _used(run)
+            behind |= used_by(run)
         return found
 
     def _runs(self, steps: Sequence[Step], kept: set[int]) -> list[list[Step]]:
         # Steps that can be fused together; all others are alone.
         found, run, own = list[list[Step]](), list[Step](), set[int]()
-        last = {n: at for at, step in enumerate(steps) for n in _used([step])} | dict.fromkeys(
+        last = {n: at for at, step in enumerate(steps) for n in used_by([step])} | dict.fromkeys(
             kept, len(steps)
         )
         for at, step in enumerate(steps):
@@ -113,7 +114,7 @@ class Regions:
             return False
         if not (torch.Tag.pointwise in function.tags or _is_view(step) or function in _FUSED):
             return False
-        tensors = [self._recorder.tensors[n] for n in _used([step]) | {*_made([step])}]
+        tensors = [self._recorder.tensors[n] for n in used_by([step]) | {*_made([step])}]
         return torch.Tag.nondeterministic_seeded not in function.tags and all(map(_is_simple, tensors))
 
     def _is_over(self, step: Step, own: set[int], later: set[int]) -> bool:
@@ -150,14 +151,14 @@ class Regions:
             others = {n for n in _made([step]) if n in wanted and results_of.get(memory(n)) != n}
             if others and _is_view(step):
                 after.append(step)
-                wanted |= _used([step]) & made
+                wanted |= used_by([step]) & made
             elif others:
                 # What was changed in place: the operand itself.
                 (operand,) = self._changed(step)
                 after.append(Step(_same, (Slot(operand),), {}, step.results, True))
                 wanted.add(operand)
         outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
-        inputs = sorted(_used(run) - made)
+        inputs = sorted(used_by(run) - made)
         if not outputs:
             return after[::-1]
         if (function := self._compiled(run, inputs, outputs)) is None:
@@ -266,10 +267,6 @@ def _widened(x: torch.Tensor) -> torch.Tensor:
 
 def _made(steps: Sequence[Step]) -> list[int]:
     return [slot.number for step in steps for slot in slots_in(step.results)]
-
-
-def _used(steps: Sequence[Step]) -> set[int]:
-    return {slot.number for step in steps for slot in slots_in((step.args, step.kwargs))}
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
