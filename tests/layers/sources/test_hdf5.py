@@ -30,9 +30,11 @@ def test_a_thread_waits_for_another_one_and_a_fork_for_none_of_its_parent(monkey
 
 
 @pytest.fixture
-def main(x, tmp_path):
+def main(x, tmp_path, monkeypatch):
     """A file with links of all kinds, elements in a file beside, and a virtual dataset."""
     h5py = pytest.importorskip("h5py")
+    # Where the library looks for the file beside.
+    monkeypatch.chdir(tmp_path)
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["x"] = x
     with h5py.File(tmp_path / "main.h5", "w") as file:
@@ -58,9 +60,8 @@ def test_links_within_a_file_are_followed(x, main):
         open_array(main, "empty")
 
 
-def test_elements_of_other_files_are_refused(main, monkeypatch):
+def test_elements_of_other_files_are_refused(main):
     h5py = pytest.importorskip("h5py")
-    monkeypatch.chdir(main.parent)
     reasons = {
         "file/x": "leads into the file 'other.h5'",
         "out": "leads into the file 'other.h5'",
