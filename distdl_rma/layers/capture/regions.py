@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -33,21 +34,16 @@ from distdl_rma.layers.capture.recording import (
     used_by,
     written,
 )
+from distdl_rma.layers.dtypes import sum_dtype
 from distdl_rma.layers.ops.core.tensors import no_autocast
 
 _aten: Any = torch.ops.aten
 # What Inductor fuses, beside views and the kernels that torch calls pointwise.
-_SUMS = frozenset(
-    {
-        _aten.sum.default,
-        _aten.sum.dim_IntList,
-        _aten.mean.default,
-        _aten.mean.dim,
-        _aten.mse_loss.default,
-    }
-)
+_MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
+_SUMS = _MEANS | {_aten.sum.default, _aten.sum.dim_IntList}
 _FUSED = _SUMS | {
     _aten._to_copy.default,
+    _aten.mse_loss.default,
     _aten.mse_loss_backward.default,
     _aten.leaky_relu_backward.default,
     _aten.elu_backward.default,
@@ -57,6 +53,8 @@ _FUSED = _SUMS | {
 _PLACED = frozenset({alias, _aten.as_strided.default})
 # Views that torch does not call so.
 _VIEWS = frozenset({alias, _aten._unsafe_view.default, _aten._reshape_alias.default})
+# Neighbours that are summed in their type: of the last dimensions, and of the last one alone, at most.
+_NEAR, _LONGEST = 1 << 10, 1 << 13
 # Fewer kernels are left to torch.
 _FEWEST = 2
 
@@ -183,14 +181,11 @@ class Regions:
             values = {n: x.clone() if n in changed else x for n, x in both}
             for step in run:
                 kernel = _kernel(step)
-                adds = kernel in _SUMS
-                # Compiled code adds elements one by one, in their type; torch adds them in parts.
-                operands = {n: _widened(x) for n, x in values.items()} if adds else values
-                args, kwargs = (_filled(some, operands) for some in (step.args, step.kwargs))
-                if adds and getattr(kwargs.get("dtype"), "is_floating_point", False):
-                    kwargs["dtype"] = torch.float64
-                found = kernel(*args, **kwargs)
-                found = found.to(tensors[step.results.number].dtype) if adds else found
+                args, kwargs = (_filled(some, values) for some in (step.args, step.kwargs))
+                if (found := _sum(kernel, args, kwargs)) is None:
+                    found = kernel(*args, **kwargs)
+                elif found.dtype != (dtype := tensors[step.results.number].dtype):
+                    found = found.to(dtype)
                 _assign(step.results, found, values)
             return tuple(values[n] for n in outputs)
 
@@ -261,8 +256,29 @@ def _is_simple(x: torch.Tensor) -> bool:
     return x.is_cpu and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float64) if x.is_floating_point() else x
+def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    # A sum of floats; None for all other kernels. Compiled code adds elements one after the other, and makes
+    # them float64 one by one. So it adds up few neighbours in their type, and these sums in float64.
+    if kernel is _aten.mse_loss.default and args[2:] != (0,):
+        kernel = _aten.sum.default if args[2:] == (2,) else _aten.mean.default
+        args = ((args[0] - args[1]).square(),)
+    if kernel not in _SUMS:
+        return None
+    x, *args = args
+    dtype = kwargs.get("dtype", x.dtype)
+    if not (x.is_floating_point() and dtype.is_floating_point):
+        return None
+    extents, near = [*x.shape], list[int]()
+    summed = {dim % len(extents) for dim in (args and args[0]) or range(len(extents))}
+    for dim in reversed(range(len(extents))):
+        if dim not in summed or prod(extents[dim:]) > (_NEAR if near else _LONGEST):
+            break
+        near.append(dim)
+    x = x.to(sum_dtype(dtype))
+    if near:
+        x = (torch.mean if kernel in _MEANS else torch.sum)(x, near, True)
+    found: torch.Tensor = kernel(x.to(torch.float64), *args, **kwargs)
+    return found
 
 
 def _made(steps: Sequence[Step]) -> list[int]:

@@ -8,14 +8,15 @@ between them is numpy's. This form has the same exchanges between kernels that a
                  compiled, with what          steps of their own: messages
                  comes before
 
-Each bracket is a few passes of torch, and one if they are compiled; alone they are slower than those of
-``LocalNorm``. Sums are in float64, so that one pass serves, whatever the mean is; elements of float64, whose
-squares need more digits, have no such form.
+Each bracket is a few passes of torch, and one or two if they are compiled; alone they are slower than those of
+``LocalNorm``. Elements are summed about the mean of their row, and rows in float64: a large mean hides no small
+variance. Elements of float64, whose squares need more digits, have no such form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
 from distdl_rma.layers.ops.norm.statistics import Statistics, without_fp_errors
-
 
 class Rows(NamedTuple):
     """How the elements of a block (samples, channels, ...) form groups.
@@ -51,6 +51,18 @@ class Rows(NamedTuple):
         if axes.groups and source.splits[1].parts > 1:
             return None
         return Rows(groups.shape, groups.shape[1], 0 in axes.reduced, spatial)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sums over the elements of each row."""
+        return x.sum(self.spatial, True).to(torch.float64)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the elements of each row, and over their squares."""
+        shift, count = x.mean(self.spatial, True), prod(x.shape[2:])
+        near, first = x - shift, shift.to(torch.float64)
+        rest = self.total(near)
+        squares = self.total(near * near) + first * (2 * rest + first * count)
+        return rest + first * count, squares
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the rows of each group."""
@@ -84,8 +96,7 @@ class FusibleNorm(OperatorFunction):
     ) -> Tensor:
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
-        double = x.to(torch.float64)
-        total, squares = (rows.sums(each.sum(rows.spatial, True)) for each in (double, double * double))
+        total, squares = map(rows.sums, rows.moments(x.to(plan.wide)))
         moments = _merged(total, squares, statistics, update)
         part = _Part(plan, x, weight, moments)
         added = -part.rest * part.factor
@@ -105,8 +116,7 @@ class FusibleNorm(OperatorFunction):
         plan, rows, (needs_x, *needed) = ctx.plan, ctx.plan.rows, ctx.needs_input_grad[:3]
         part, g, d_x = _Part(plan, x, weight, moments), d_y.to(plan.wide), None
         # Per row the sums of d_y and of d_y * xhat.
-        total = g.sum(rows.spatial, True, dtype=torch.float64)
-        product = (g.to(torch.float64) * part.shifted).sum(rows.spatial, True)
+        total, product = rows.total(g), rows.total(g * part.shifted)
         product = (product - part.rest * total) * part.inverse
         if ctx.depends:
             first, second = (rows.sums(part.weighted(each)) for each in (total, product))
