@@ -19,7 +19,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -53,8 +52,8 @@ _FUSED = _SUMS | {
 _PLACED = frozenset({alias, _aten.as_strided.default})
 # Views that torch does not call so.
 _VIEWS = frozenset({alias, _aten._unsafe_view.default, _aten._reshape_alias.default})
-# Neighbours that are summed in their type: of the last dimensions, and of the last one alone, at most.
-_NEAR, _LONGEST = 1 << 10, 1 << 13
+# So many neighbours are summed in their own type, at most.
+_FEW = 256
 # Fewer kernels are left to torch.
 _FEWEST = 2
 
@@ -258,7 +257,7 @@ def _is_simple(x: torch.Tensor) -> bool:
 
 def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     # A sum of floats; None for all other kernels. Compiled code adds elements one after the other, and makes
-    # them float64 one by one. So it adds up few neighbours in their type, and these sums in float64.
+    # them float64 one by one. So few neighbours are added in their type, and these sums in float64.
     if kernel is _aten.mse_loss.default and args[2:] != (0,):
         kernel = _aten.sum.default if args[2:] == (2,) else _aten.mean.default
         args = ((args[0] - args[1]).square(),)
@@ -268,16 +267,12 @@ def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     dtype = kwargs.get("dtype", x.dtype)
     if not (x.is_floating_point() and dtype.is_floating_point):
         return None
-    extents, near = [*x.shape], list[int]()
-    summed = {dim % len(extents) for dim in (args and args[0]) or range(len(extents))}
-    for dim in reversed(range(len(extents))):
-        if dim not in summed or prod(extents[dim:]) > (_NEAR if near else _LONGEST):
-            break
-        near.append(dim)
-    x = x.to(sum_dtype(dtype))
-    if near:
-        x = (torch.mean if kernel in _MEANS else torch.sum)(x, near, True)
-    found: torch.Tensor = kernel(x.to(torch.float64), *args, **kwargs)
+    x, last = x.to(sum_dtype(dtype)), x.dim() - 1
+    if last >= 0 and last in {dim % x.dim() for dim in (args and args[0]) or (-1,)}:
+        few = next(n for n in range(min(_FEW, x.shape[-1]), 0, -1) if x.shape[-1] % n == 0)
+        x = x.unflatten(-1, (-1, few))
+        x = x.mean(-1) if kernel in _MEANS else x.sum(-1)
+    found: torch.Tensor = kernel(x, *args, **kwargs | {"dtype": torch.float64})
     return found
 
 

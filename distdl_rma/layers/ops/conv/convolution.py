@@ -11,7 +11,7 @@ The schedule of a rank, time from left to right. The patches ``core`` and ``rim`
 
 The backward has the rim first, since other ranks wait for its gradients, and the core meanwhile. With
 ``joins`` there is no core: own data are copied beside the place of the halo while it travels, and one
-convolution computes all outputs.
+convolution computes all outputs. Its backward computes the gradient of the weight while gradients travel.
 
 All of it is one autograd function, ``_HaloSchedule``, for two reasons. A graph of single operations would run
 backwards in an order that torch chooses, which need not send first. And torch would save the tensors of the
@@ -458,19 +458,26 @@ class _HaloSchedule(OperatorFunction):
         needs = needs_weight, needs_weight and needs_bias and operation.sums_exactly
         mark = ctx.machine.trace.marks(operation.site.name, backward=True)
         mark("remote")
-        found: tuple[Found, ...] = ()
+        found, core = list[Found](), operation.core
         if operation.remakes:
             held, _ = operation.held(x, as_words(x) if x.is_cpu else x, held)
+        # A patch of all data sends its gradients before it computes that of the weight.
+        late = needs_halo and needs_weight and core is None
+        first = (False, False) if late else needs
         for patch, data in zip(parts.rim, held, strict=True):
-            found = *found, (patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *needs)))
+            found += [(patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *first)))]
         epoch, d_x, d_weight, d_bias = 0, None, None, None
         if needs_halo:
             mark("start")
             epoch = operation.send_back(found, x)
-        core = operation.core
+        if late:
+            mark("local")
+            for at, (patch, edge, *_) in enumerate(found):
+                of_taps = patch.convolve_adjoint(gradient, held[at], block, (False, *needs))
+                found[at] = (patch, edge, *of_taps[1:])
         if core is not None and (needs_x or needs_weight):
             mark("local")
-            found = (parts.core, *core.convolve_adjoint(gradient, x, block, (needs_x, *needs))), *found
+            found = [(parts.core, *core.convolve_adjoint(gradient, x, block, (needs_x, *needs))), *found]
             mark("fuse")
         if needs_bias:
             d_bias = found[0][3] if found else None

@@ -3,8 +3,8 @@
 ``LocalNorm`` is one operation: its passes over the elements are kernels that are fast alone, and what lies
 between them is numpy's. This form has the same exchanges between kernels that are all seen::
 
-    forward     [x  -> sums]             merged      [x, moments -> y]
-    backward    [d_y, x -> sums]         summed      [d_y, x, sums -> d_x]
+    forward     [x  -> sums]             means      [x, means -> y]
+    backward    [d_y, x -> sums]         means      [d_y, x, both means -> d_x]
                  compiled, with what          steps of their own: messages
                  comes before
 
@@ -26,7 +26,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first_derivative
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
-from distdl_rma.layers.ops.norm.statistics import Statistics, without_fp_errors
+from distdl_rma.layers.ops.norm.statistics import Statistics
 
 class Rows(NamedTuple):
     """How the elements of a block (samples, channels, ...) form groups.
@@ -58,7 +58,8 @@ class Rows(NamedTuple):
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the elements of each row, and over their squares."""
-        shift, count = x.mean(self.spatial, True), prod(x.shape[2:])
+        count = prod(x.shape[2:])
+        shift = x.sum(self.spatial, True) / max(count, 1)
         near, first = x - shift, shift.to(torch.float64)
         rest = self.total(near)
         squares = self.total(near * near) + first * (2 * rest + first * count)
@@ -97,7 +98,10 @@ class FusibleNorm(OperatorFunction):
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
         total, squares = map(rows.sums, rows.moments(x.to(plan.wide)))
-        moments = _merged(total, squares, statistics, update)
+        mean, squares = _means(total, squares, statistics)
+        moments = torch.stack((mean, (squares - mean * mean).clamp(0)))
+        if update is not None:
+            _update(update, moments)
         part = _Part(plan, x, weight, moments)
         added = -part.rest * part.factor
         if bias is not None:
@@ -120,7 +124,7 @@ class FusibleNorm(OperatorFunction):
         product = (product - part.rest * total) * part.inverse
         if ctx.depends:
             first, second = (rows.sums(part.weighted(each)) for each in (total, product))
-            means = _summed(first, second, plan.statistics)
+            means = _means(first, second, plan.statistics)
             if needs_x:
                 # Once more: two passes that compute them take less time than one that keeps them.
                 part = _Part(plan, x, weight, moments)
@@ -153,20 +157,13 @@ def _column(parameter: Tensor, x: Tensor) -> Tensor:
 
 
 @as_step
-@without_fp_errors
-def _merged(
-    total: Tensor, squares: Tensor, statistics: Statistics, update: Callable[..., None] | None
-) -> Tensor:
-    # Mean and variance over the ranks, (2, *groups), of sums over own elements; blocking.
-    mean, variance = moments = statistics.merged(as_array(total), as_array(squares))
-    if update is not None:
-        update((mean, variance))
-    return as_tensor(moments)
+def _update(update: Callable[..., None], moments: Tensor) -> None:
+    update((*as_array(moments),))
 
 
 @as_step
-def _summed(total: Tensor, product: Tensor, statistics: Statistics) -> Tensor:
-    # Their means over the elements of each group, (2, *groups); blocking.
+def _means(first: Tensor, second: Tensor, statistics: Statistics) -> Tensor:
+    # Sums over own elements of each group, over the number of all elements, (2, *groups); blocking.
     pair = statistics.pair()
-    pair[0], pair[1] = as_array(total), as_array(product)
+    pair[0], pair[1] = as_array(first), as_array(second)
     return as_tensor(statistics.sum(pair)() / statistics.total)

@@ -280,14 +280,6 @@ class Statistics:
         mean, squares = self._merge(self._pair, mark)
         return mean, squares / self.total, shifted
 
-    def merged(self, total: Array, squares: Array) -> Array:
-        """Mean and variance over the ranks, (2, *groups), of sums over own elements; blocking."""
-        mean, about = self._pair
-        np.divide(total, self._length, out=mean)
-        np.maximum(squares - total * mean, 0, out=about)
-        mean, squares = self._merge(self._pair, lambda _: None)
-        return np.stack((mean, squares / self.total))
-
     def _compute_own(self, x: Tensor) -> Shifted | None:
         # Writes mean and squares of the local elements of each group.
         rows, groups, (mean, squares) = self.rows, self.groups, self._pair
