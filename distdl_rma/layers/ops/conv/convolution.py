@@ -461,8 +461,8 @@ class _HaloSchedule(OperatorFunction):
         found, core = list[Found](), operation.core
         if operation.remakes:
             held, _ = operation.held(x, as_words(x) if x.is_cpu else x, held)
-        # A patch of all data sends its gradients before it computes that of the weight.
-        late = needs_halo and needs_weight and core is None
+        # A single patch of all data sends its gradients before it computes that of the weight.
+        late = needs_halo and needs_weight and core is None and len(held) == 1
         first = (False, False) if late else needs
         for patch, data in zip(parts.rim, held, strict=True):
             found += [(patch, *patch.convolve_adjoint(gradient, data, block, (needs_halo, *first)))]
@@ -472,17 +472,14 @@ class _HaloSchedule(OperatorFunction):
             epoch = operation.send_back(found, x)
         if late:
             mark("local")
-            for at, (patch, edge, *_) in enumerate(found):
-                of_taps = patch.convolve_adjoint(gradient, held[at], block, (False, *needs))
-                found[at] = (patch, edge, *of_taps[1:])
+            ((patch, edge, *_),) = found
+            found = [(patch, edge, *patch.convolve_adjoint(gradient, held[0], block, (False, *needs))[1:])]
         if core is not None and (needs_x or needs_weight):
             mark("local")
             found = [(parts.core, *core.convolve_adjoint(gradient, x, block, (needs_x, *needs))), *found]
             mark("fuse")
         if needs_bias:
-            d_bias = found[0][3] if found else None
-            if d_bias is None or d_bias.shape != of_bias:
-                d_bias = operation.of_bias(of_bias, d_bias, gradient)
+            d_bias = operation.of_bias(of_bias, found[0][3] if found else None, gradient)
         if needs_weight:
             d_weight = operation.of_weight(of_weight, block, found)
         if ctx.fill is not None:

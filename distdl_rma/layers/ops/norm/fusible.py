@@ -8,9 +8,9 @@ between them is numpy's. This form has the same exchanges between kernels that a
                  compiled, with what          steps of their own: messages
                  comes before
 
-Each bracket is a few passes of torch, and one or two if they are compiled; alone they are slower than those of
-``LocalNorm``. Elements are summed about the mean of their row, and rows in float64: a large mean hides no small
-variance. Elements of float64, whose squares need more digits, have no such form.
+Each bracket is a few passes of torch, and one or two if they are compiled; alone they are slower than those
+of ``LocalNorm``. Elements are summed about the mean of their row, and rows in float64: a large mean hides no
+small variance. Elements of float64, whose squares need more digits, have no such form.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
 from distdl_rma.layers.ops.norm.statistics import Statistics
+
 
 class Rows(NamedTuple):
     """How the elements of a block (samples, channels, ...) form groups.
@@ -98,8 +100,7 @@ class FusibleNorm(OperatorFunction):
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
         total, squares = map(rows.sums, rows.moments(x.to(plan.wide)))
-        mean, squares = _means(total, squares, statistics)
-        moments = torch.stack((mean, (squares - mean * mean).clamp(0)))
+        moments = _means(total, squares, statistics)
         if update is not None:
             _update(update, moments)
         part = _Part(plan, x, weight, moments)
@@ -138,11 +139,14 @@ class FusibleNorm(OperatorFunction):
 
 
 class _Part:
-    """Elements and values per row, of one direction; ``shifted`` ones are small against the deviation."""
+    """Elements and values per row, of one direction; ``shifted`` ones are small against the deviation.
+
+    ``moments`` are means of the elements of each group, and of their squares.
+    """
 
     def __init__(self, plan: Any, x: Tensor, weight: Tensor | None, moments: Tensor) -> None:
-        mean, variance = (plan.rows.spread(each, x) for each in moments.unbind())
-        shift = mean.to(plan.wide)
+        mean, squares = (plan.rows.spread(each, x) for each in (moments[0], moments[1]))
+        shift, variance = mean.to(plan.wide), (squares - mean * mean).clamp(0)
         self.shifted, self.rest = x.to(plan.wide) - shift, mean - shift
         self.inverse = (variance + plan.eps).rsqrt()
         self._weight = None if weight is None else _column(weight, x)
@@ -158,7 +162,8 @@ def _column(parameter: Tensor, x: Tensor) -> Tensor:
 
 @as_step
 def _update(update: Callable[..., None], moments: Tensor) -> None:
-    update((*as_array(moments),))
+    mean, squares = as_array(moments)
+    update((mean, np.maximum(squares - mean * mean, 0)))
 
 
 @as_step
