@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError, capture, distribute, shard
-from distdl_rma.layers.capture import regions
+from distdl_rma.layers.capture import frames, regions
 from tests.layers.model.test_compile import convs, square
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.in_turn(2, 3)]
@@ -66,6 +66,29 @@ class Grouped(nn.Module):
         for norm in self.norms:
             x = norm(x).tanh() * 1.25 + 1000
         return x - 1000
+
+
+class Framed(nn.Module):
+    """Operands of convolutions that others read too: a sum, a view, a change in place, the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.wide = nn.Conv2d(4, 4, 5, padding=2)
+        self.strided = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.dilated = nn.Conv2d(4, 2, 3, padding=2, dilation=2)
+
+    def forward(self, x):
+        a = self.first(x * 2 + 1).sigmoid() * 2
+        b = self.second(a) + self.wide(a) * a
+        c = F.relu_(b + 1)
+        d = self.strided(c).tanh() + c[:, :, ::2, ::2].sin()
+        e = self.second(d * d).square() + d
+        f = self.dilated(e) + e.flatten(2).mean(2, keepdim=True)[..., None].narrow(1, 0, 2)
+        g = f.sin() + 1
+        h = self.wide(torch.cat([g, g], 1).tanh() * 3).sin() * 0.1
+        g *= 0.5
+        return h, g.tanh() * 0.1, e.sin() * 0.1
 
 
 def norms(dims, norm):
@@ -134,6 +157,23 @@ def test_training_is_that_of_the_split_model(P_world, comm, name):
     # Norms whose channels are cut are operations, and an idle rank has no elements.
     fused = name != "channels" and (name != "an idle rank" or comm.rank == 0)
     assert (kinds[0].captured.program.regions >= 2) == fused
+
+
+@pytest.mark.parametrize("grid", ["H", "W"])
+def test_operands_lie_between_the_places_of_halos(P_world, monkeypatch, grid):
+    made, framed = [], frames._frame
+    monkeypatch.setattr(frames, "_frame", lambda *given: made.append(given) or framed(*given))
+    torch.manual_seed(5)
+    alone = Framed()
+    split, compiled = (distribute(copy.deepcopy(alone), {grid: -1}) for _ in range(2))
+    compiled.compile()
+    make = lambda: torch.rand(2, 1, 11, 14)  # noqa: E731
+    true = steps(split, split, make, torch.float32)
+    close(steps(compiled, compiled, make, torch.float32), true, 1e-4, 1e-5)
+    assert len(made) >= 3
+    with torch.no_grad():
+        x = shard({grid: -1}, make())
+        close([y.to_local() for y in compiled(x)], [y.to_local() for y in compiled.forward(x)], 1e-4, 1e-5)
 
 
 def pair(make):
