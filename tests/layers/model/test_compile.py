@@ -659,14 +659,29 @@ def test_results_that_are_one_tensor_or_unused(P_world, results):
         assert kinds(pair.train(lambda: torch.rand(2, 1, 9, 8), loss, 5)) == [True]
 
 
-@pytest.mark.parametrize("ignored", [-100, 1])
-def test_class_weights(P_world, ignored):
+def dice(y, target, weight):
+    """One minus the weighted overlap of each class."""
+    parts, true = y.softmax(1), F.one_hot(target, 3).movedim(-1, 1)
+    both, all_of_them = (
+        (each * weight[:, None, None]).sum((0, 2, 3)) for each in (parts * true, parts + true)
+    )
+    return 1 - (2 * both / all_of_them).mean()
+
+
+LOSSES_OF_CLASSES = {
+    "weighted": F.cross_entropy,
+    "one is ignored": partial(F.cross_entropy, ignore_index=1),
+    "dice": dice,
+}
+
+
+@pytest.mark.parametrize("which", LOSSES_OF_CLASSES)
+def test_losses_of_classes(P_world, which):
     weight, number = torch.tensor([1.0, 2.0, 0.5]), torch.Generator().manual_seed(1)
-    classes = torch.randint(0, 3, (2, 1, 9, 8), generator=number)
+    classes, function = torch.randint(0, 3, (2, 1, 9, 8), generator=number), LOSSES_OF_CLASSES[which]
 
     def loss(y):
-        target = shard({"H": -1}, classes)[:, 0]
-        return F.cross_entropy(y, target, weight=weight, ignore_index=ignored)
+        return function(y, shard({"H": -1}, classes)[:, 0], weight=weight)
 
     torch.manual_seed(3)
     split = distribute(nn.Conv2d(1, 3, 3, padding=1), {"H": -1})

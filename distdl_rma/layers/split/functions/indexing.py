@@ -30,6 +30,7 @@ import torch
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced, Listed, Split
+from distdl_rma.layers.ops.core.autograd import as_step
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split import layout_choice
 from distdl_rma.layers.split.calls.signatures import named
@@ -391,6 +392,10 @@ def by_index(call: Call, site: Site, x: Any, dim: int | None, **given: Any) -> A
     return SplitTensor(y, uncut(work, {d: y.shape[d] for d in uneven}))
 
 
+# It checks the classes in each replay.
+_encoded = as_step(torch.nn.functional.one_hot)
+
+
 @rule("movement", "one_hot")
 @of_cut(uncut=True)
 def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
@@ -398,7 +403,7 @@ def one_hot(call: Call, site: Site, x: SplitTensor, num_classes: int) -> Any:
     local, layout = checked_block(x), x._layout
     if num_classes == -1:
         num_classes = int(composed(torch.max, x)._local) + 1
-    y = torch.nn.functional.one_hot(local, num_classes)
+    y = _encoded(local, num_classes)
     return SplitTensor(y, laid_out(layout, [*range(len(layout.shape)), None], y))
 
 
