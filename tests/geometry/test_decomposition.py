@@ -189,10 +189,3 @@ def test_local_shapes_of_other_ranks_do_not_matter():
     decomposition = Decomposition.from_local_shapes(P, {0: (0, 0), 1: (2,), 2: (9,), 3: (5,)})
     assert decomposition.splits == (Listed((5, 2)),)
     assert [decomposition.box(rank).bounds[0] for rank in range(4)] == [(0, 0), (5, 7), (0, 0), (0, 5)]
-
-
-def test_parts_may_outnumber_the_elements():
-    decomposition = Decomposition.balanced(grid(4), (2,))
-    assert [decomposition.box(rank).shape for rank in range(4)] == [(1,), (1,), (0,), (0,)]
-    reading = decomposition.with_splits({0: WindowSplit(Balanced(2, 4), Window(3, left=1, right=1), 2)})
-    assert [reading.box(rank).volume for rank in range(4)] == [3, 3, 0, 0]

@@ -100,17 +100,6 @@ def test_sub_partition_names_ranks_by_their_position_and_a_topology_keeps_them(p
     assert line.create_cartesian_topology_partition(partition.shape) == partition
 
 
-def test_ranks_that_are_not_members_build_the_same_partitions():
-    everyone = [world(6, me).create_partition_inclusive([4, 1, 0, 3]) for me in range(6)]
-    grids = [partition.create_cartesian_topology_partition((2, 2)) for partition in everyone]
-    assert len(set(grids)) == 1
-    assert [grid.active for grid in grids] == [True, True, False, True, True, False]
-    assert [grid.rank for grid in grids] == [2, 1, None, 3, 0, None]
-    assert [grid.index for grid in grids] == [(1, 0), (0, 1), None, (1, 1), (0, 0), None]
-    assert [grid.size for grid in grids] == [4] * 6
-    assert [grid.create_partition_inclusive([0]).active for grid in grids] == [me == 4 for me in range(6)]
-
-
 @pytest.mark.parametrize("kind", [list, tuple, np.array, iter, lambda ranks: np.array(ranks, dtype=np.uint8)])
 def test_ranks_and_grids_may_be_of_any_integer_sequence(kind):
     part = world(8).create_partition_inclusive(kind([5, 2, 7, 0]))
