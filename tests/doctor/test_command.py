@@ -21,10 +21,16 @@ ROOT = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "doctor"]
 SMALL = {"DISTDL_RMA_SEGMENT_SIZE": "64MiB"}
 LAUNCHERS = "PMI", "OMPI_COMM", "SLURM_STEP", "MPI_LOCALNRANKS"
-# One of the steps is late on one rank; waits take two seconds.
+# The command after something else, with waits of so many seconds.
+AFTER = """
+import os, sys, time
+from distdl_rma.doctor import command
+{}
+sys.exit(command.doctor(None, {}))
+"""
+# One of the steps is late on one rank.
 LATE = """
-import sys, time
-from distdl_rma.doctor import command, measurements
+from distdl_rma.doctor import measurements
 from mpi4py import MPI
 carried_out = measurements.convolution
 def convolution(*arguments):
@@ -32,7 +38,11 @@ def convolution(*arguments):
         time.sleep(100)
     carried_out(*arguments)
 measurements.convolution, command._GRACE_SECONDS = convolution, 5
-sys.exit(command.doctor(None, 2.0))
+"""
+# Rank 1 cannot load torch, and sends all that it knows while the other loads it.
+WITHOUT_TORCH = """
+if int(next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)):
+    sys.modules["torch"] = None
 """
 
 
@@ -157,9 +167,8 @@ def test_a_small_container_is_an_error_with_the_remedy():
     [(0, "rank 0 could not convolve on a node: TimeoutError"), (1, "rank 1 could not send the results")],
 )
 def test_a_rank_that_hangs_is_named_and_the_job_ends(rank, text):
-    done = completed(
-        [*mpiexec(3), sys.executable, "-m", "mpi4py", "-c", LATE.format(rank=rank)], 100, **SMALL
-    )
+    program = AFTER.format(LATE.format(rank=rank), 2.0)
+    done = completed([*mpiexec(3), sys.executable, "-m", "mpi4py", "-c", program], 100, **SMALL)
     assert done.returncode != 0
     assert f"error: {text}" in done.stdout
 
@@ -181,35 +190,19 @@ def test_an_mpi_that_cannot_be_loaded_is_an_error(tmp_path):
     assert "distdl_rma[mpich]" in said
 
 
-# Rank 1 cannot load torch, and sends all that it knows while the other loads it.
-WITHOUT_TORCH = """
-import os, sys
-from distdl_rma.doctor import command
-if int(next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)):
-    sys.modules["torch"] = None
-sys.exit(command.doctor(None, 5.0))
-"""
-
-
 def test_a_rank_that_cannot_load_torch_is_a_finding():
-    done = completed([*mpiexec(2), sys.executable, "-m", "mpi4py", "-c", WITHOUT_TORCH], **SMALL)
+    program = AFTER.format(WITHOUT_TORCH, 5.0)
+    done = completed([*mpiexec(2), sys.executable, "-m", "mpi4py", "-c", program], **SMALL)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "error: rank 1 could not load torch: ModuleNotFoundError" in done.stdout, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
-STUCK = """
-import sys
-from distdl_rma.doctor import command
-command._GRACE_SECONDS = command._LAST_SECONDS = 1
-sys.exit(command.doctor(None, 1.0))
-"""
-
-
 def test_an_mpi_that_does_not_start_is_an_error(tmp_path):
     # As MPI does, it keeps other threads from running.
     path = other_mpi(tmp_path, "import ctypes; ctypes.PyDLL(None).sleep(100)")
-    done = completed([sys.executable, "-c", STUCK], 90, PYTHONPATH=path)
+    program = AFTER.format("command._GRACE_SECONDS = command._LAST_SECONDS = 1", 1.0)
+    done = completed([sys.executable, "-c", program], 90, PYTHONPATH=path)
     assert done.returncode == 1
     assert "error: rank 0 could not start MPI: TimeoutError" in done.stdout and not done.stderr
 

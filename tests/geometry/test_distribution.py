@@ -13,8 +13,6 @@ from distdl_rma import Distribution, PartitionError
 from distdl_rma.geometry import Partition
 from distdl_rma.geometry.distribution import INPUT, NORM, OUTPUT
 
-COUNTS = range(1, 5)
-
 
 @dataclass
 class M:
@@ -27,33 +25,21 @@ def line(size):
     return M(tuple(range(size)))
 
 
-def permitted(n, c, p, box_n, box_c, box_p):
-    return p <= box_p and c * p <= box_c * box_p and n * c * p <= box_n * box_c * box_p
-
-
 def test_everything_that_the_inequalities_permit_is_placed_on_ranks_of_its_own():
     found = not_by_formula = 0
-    for numbers in itertools.product(COUNTS, repeat=6):
-        distribution = Distribution(*numbers[:3], strides=numbers[3:])
-        machine = line(prod(numbers[3:]))
-        if not permitted(*numbers):
+    for n, c, p, box_n, box_c, box_p in itertools.product(range(1, 5), repeat=6):
+        distribution, size = Distribution(n, c, p, strides=(box_n, box_c, box_p)), box_n * box_c * box_p
+        if p > box_p or c * p > box_c * box_p or n * c * p > size:
             with pytest.raises(PartitionError, match=r"\(3\.[123]\)"):
-                distribution.active_ranks(machine)
+                distribution.active_ranks(line(size))
             continue
-        ranks = distribution.active_ranks(machine)
-        assert len(set(ranks)) == len(ranks) == prod(numbers[:3]), distribution
-        assert max(ranks) < prod(numbers[3:]), distribution
+        ranks = distribution.active_ranks(line(size))
+        assert len(set(ranks)) == len(ranks) == n * c * p and max(ranks) < size, distribution
         found += 1
-        places = by_formula(*numbers)
-        not_by_formula += len(places) < len(ranks) or max(places) >= prod(numbers[3:])
+        # By the strides of the box, whether it fits or not.
+        places = {(i * box_c + j) * box_p + k for i, j, k in itertools.product(range(n), range(c), range(p))}
+        not_by_formula += len(places) < len(ranks) or max(places) >= size
     assert (found, not_by_formula) == (1626, 564)
-
-
-def by_formula(n, c, p, _box_n, box_c, box_p):
-    """Places by the strides of the box, whether it fits or not."""
-    return {
-        i * box_c * box_p + j * box_p + k for i, j, k in itertools.product(*(range(m) for m in (n, c, p)))
-    }
 
 
 def test_a_shard_sits_where_the_strides_say():

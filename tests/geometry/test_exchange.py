@@ -52,6 +52,7 @@ def test_every_movement_has_a_piece_for_every_pair_of_boxes_that_meet(movement, 
     for rank, plan in plans.items():
         receivers = [b for b in target.partition.ranks if (rank, b) in meeting]
         senders = [a for a in source.partition.ranks if (a, rank) in meeting]
+        assert (plan.own, plan.need) == (source.box(rank), target.box(rank))
         assert plan.sends == tuple(Piece(b, meeting[rank, b]) for b in receivers if b != rank)
         assert plan.receives == tuple(Piece(a, meeting[a, rank]) for a in senders if a != rank)
         assert plan.local == tuple(Piece(a, meeting[a, rank]) for a in senders if a == rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -157,19 +158,12 @@ def test_negative_padding_of_a_window_crops():
     assert window.reads(0, 4) == (2, 6)
 
 
-@given(
-    n=st.integers(1, 12),
-    kernel=st.integers(1, 5),
-    stride=st.integers(1, 4),
-    dilation=st.integers(1, 3),
-    padding=st.integers(0, 2),
-)
-def test_ceil_mode_adds_one_window_at_most_and_it_begins_before_the_right_padding(
-    n, kernel, stride, dilation, padding
-):
-    assume(2 * padding <= kernel)
-    floor = Window(kernel, stride, dilation, padding, padding)
-    ceil = Window(kernel, stride, dilation, padding, padding, ceil=True)
+@given(st.integers(1, 12), windows())
+def test_ceil_mode_adds_one_window_at_most_and_it_begins_before_the_right_padding(n, floor):
+    stride, padding = floor.stride, floor.left
+    assume(2 * padding <= floor.kernel)
+    floor = replace(floor, right=padding)
+    ceil = replace(floor, ceil=True)
     begins = [j * stride for j in range(n + 2 * padding) if j * stride < n + padding]
     fits = [b for b in begins if b + floor.span < n + 2 * padding + stride]
     if floor.outputs(n) > 0:
@@ -180,13 +174,7 @@ def test_ceil_mode_adds_one_window_at_most_and_it_begins_before_the_right_paddin
 @given(st.data())
 def test_outputs_behind_read_nothing_of_later_parts(data):
     extent = data.draw(st.integers(1, 40))
-    window = Window(
-        data.draw(st.integers(1, 5)),
-        data.draw(st.integers(1, 3)),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.integers(0, 3)),
-        data.draw(st.integers(0, 3)),
-    )
+    window = data.draw(windows())
     cuts = sorted(data.draw(st.lists(st.integers(0, extent), max_size=4)))
     source = Listed(tuple(b - a for a, b in pairwise([0, *cuts, extent])))
     outputs = window.outputs(extent)

@@ -1,7 +1,4 @@
-"""The movements of the documents: which is whose transpose, and the examples of repartitions as printed.
-
-That each of them moves what it should is in ``test_exchange.py``.
-"""
+"""The repartitions that the documents print; that every movement has its laws is in ``test_exchange.py``."""
 
 from __future__ import annotations
 
@@ -9,34 +6,11 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.exchange import Exchange
 from distdl_rma.geometry.partition import Partition
-from tests.geometry.simulation import equal, everywhere, execute, plans_of
-from tests.geometry.strategies import all_gathers, all_sum_reduces, broadcasts, scatters
-
-TRANSPOSES = {
-    "sum-reduce of broadcast": broadcasts(),
-    "reduce-scatter of all-gather": all_gathers(),
-    "gather of scatter": scatters(),
-    "all-sum-reduce of itself": all_sum_reduces(),
-}
-
-
-@pytest.mark.parametrize("ends", TRANSPOSES.values(), ids=TRANSPOSES)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_one_movement_is_the_transpose_of_the_other(ends, data):
-    source, target = data.draw(ends)
-    there, back = everywhere(source, target), everywhere(target, source)
-    for rank, plan in back.items():
-        other = there[rank].T
-        assert (plan.own, plan.need, plan.local) == (other.own, other.need, other.local)
-        assert (plan.sends, plan.receives) == (other.sends, other.receives)
-
+from tests.geometry.simulation import equal, execute, plans_of
 
 EXAMPLES = {
     "1: remap 1-D": ((5,), (3,)),

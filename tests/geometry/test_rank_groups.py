@@ -46,17 +46,18 @@ EXAMPLES = {
     "1": ((4,), (1,), "", {(0,): [(0,), (1,), (2,), (3,)]}),
     "2": ((2, 3), (1,), "", {(0,): [(i, j) for i in range(2) for j in range(3)]}),
     "3": ((3, 4), (3, 1), "", {(i, 0): [(i, j) for j in range(4)] for i in range(3)}),
-    "4": (
-        (4, 4, 3),
-        (1, 1, 3),
-        "",
-        {(0, 0, k): [(i, j, k) for i in range(4) for j in range(4)] for k in range(3)},
-    ),
+    "4": ((4, 4, 3), (1, 1, 3), "",
+          {(0, 0, k): [(i, j, k) for i in range(4) for j in range(4)] for k in range(3)}),
     "6, source": ((1, 3), (3, 1), "x", {(i, 0): [(0, i)] for i in range(3)}),
     "6, destination": ((1, 3), (3, 1), "y", {(i, 0): [(0, i)] for i in range(3)}),
     "7": ((3, 4), (1, 3), "x", {(0, i): [(i, j) for j in range(4)] for i in range(3)}),
     "8": ((3, 4), (4, 1), "y", {(j, 0): [(i, j) for i in range(3)] for j in range(4)}),
-}
+    "4 x 3 x 1 behaves as 1 x 3 x 4":
+        ((4, 3, 1), (1, 4), "x", {(0, k): [(k, j, 0) for j in range(3)] for k in range(4)}),
+    # 3 x 4 counts as 1 x 4 x 3, not as 4 x 3 x 1.
+    "transposition comes before the extension with ones":
+        ((2, 4, 3), (3, 4), "y", {(j, i): [(k, i, j) for k in range(2)] for j in range(3) for i in range(4)}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -71,16 +72,7 @@ def test_grids_that_do_not_fit_are_refused_also_where_the_document_prints_them(s
         sums(*shapes)
 
 
-def test_4_x_3_x_1_transposed_behaves_as_1_x_3_x_4():
-    turned = sums((4, 3, 1), (1, 4), transpose_src=True)
-    assert turned == {(0, k): [(k, j, 0) for j in range(3)] for k in range(4)}
-    assert transposed(grid((4, 3, 1))).shape == (1, 3, 4)
-
-
-def test_transposition_comes_before_the_extension_with_ones():
-    # 3 x 4 counts as 1 x 4 x 3, not as 4 x 3 x 1.
-    found = sums((2, 4, 3), (3, 4), transpose_dest=True)
-    assert found == {(j, i): [(k, i, j) for k in range(2)] for j in range(3) for i in range(4)}
+def test_the_refusal_of_a_grid_names_what_it_is_transposed_to():
     with pytest.raises(PartitionError, match=r"\(3, 4\) transposed to \(4, 3\)"):
         sums((4, 3, 2), (3, 4), transpose_dest=True)
 

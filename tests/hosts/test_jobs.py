@@ -58,6 +58,14 @@ def own(comm):
         OWN.rmdir()
 
 
+def saved(comm, path, values=X):
+    """A file that the first rank has written."""
+    if comm.rank == 0:
+        np.save(path, values)
+    comm.Barrier()
+    return path
+
+
 def first_host(comm):
     return comm.rank < int(os.environ[RANKS_VARIABLE].split(",")[0])
 
@@ -85,10 +93,8 @@ def test_what_ranks_of_both_hosts_write_others_read(name, chunks, folder, comm, 
 
 
 def test_a_loader_reads_samples_of_a_shared_file(folder, comm, P_world):
-    if comm.rank == 0:
-        np.save(folder / "x.npy", X)
-    comm.Barrier()
-    loader = ShardLoader(ShardDataset(folder / "x.npy", [0, 1, 2], grid={"H": -1}), shuffle=True)
+    path = saved(comm, folder / "x.npy")
+    loader = ShardLoader(ShardDataset(path, [0, 1, 2], grid={"H": -1}), shuffle=True)
     seen = [(image.full_tensor().numpy(), int(number)) for image, number in loader]
     assert sorted(number for _, number in seen) == [0, 1, 2]
     assert all(np.array_equal(image[0], X[number]) for image, number in seen)
@@ -112,13 +118,16 @@ def test_checkpoints_go_on_in_a_shared_folder(asynchronous, folder, comm, P_worl
 
 
 def test_a_file_that_one_host_lacks_is_an_error_on_all_ranks(own, comm, P_world):
-    if comm.rank == 0:
-        np.save(own / "x.npy", X)
-    comm.Barrier()
-    with pytest.raises(DataError, match=r"x\.npy: not found on .*a path that leads all of them to the file"):
-        shard({"H": comm.size}, own / "x.npy")
-    with pytest.raises(DataError, match=r"x\.npy: not found on"):
-        ShardLoader(ShardDataset(own / "x.npy", grid={"H": -1}))
+    path = saved(comm, own / "x.npy")
+    for use in (
+        lambda: shard({"H": comm.size}, path),
+        lambda: ShardLoader(ShardDataset(path, grid={"H": -1})),
+        lambda: predict(torch.nn.Conv2d(2, 1, 1), path, own / "z.npy", grid={"H": 4}, comm=comm),
+    ):
+        with pytest.raises(
+            DataError, match=r"x\.npy: not found on .*a path that leads all of them to the file"
+        ):
+            use()
     if is_first_of_host(comm):
         np.save(own / "y.npy", X if first_host(comm) else X[..., :-1])
     comm.Barrier()
@@ -144,12 +153,10 @@ def test_a_folder_that_hosts_do_not_share_is_refused_for_writing(name, own, comm
 def test_hosts_predict_together_and_the_first_writes(norm, suffix, folder, own, comm):
     torch.manual_seed(0)
     model, x = UNet(2, norm), torch.rand(2, 1, 120, 60)
-    if comm.rank == 0:
-        np.save(folder / "x.npy", x.numpy())
-    comm.Barrier()
+    source = saved(comm, folder / "x.npy", x.numpy())
     for place in (folder, own):
         path = place / f"y.{suffix}"
-        predict(model, folder / "x.npy", path, grid={"H": 9}, comm=comm)
+        predict(model, source, path, grid={"H": 9}, comm=comm)
         assert path.exists() == (place == folder or first_host(comm))
         if path.exists():
             found = torch.as_tensor(np.asarray(open_array(path)[0:2, 0:3, 0:120, 0:60]))
@@ -177,14 +184,6 @@ def test_a_prediction_of_hosts_goes_on(folder, own, comm):
     if first_host(comm):
         found = torch.from_numpy(np.load(own / "y.npy"))
         torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_source_that_one_host_lacks_is_an_error_of_all_that_predict(own, comm):
-    if comm.rank == 0:
-        np.save(own / "x.npy", X)
-    comm.Barrier()
-    with pytest.raises(DataError, match=r"x\.npy: not found on .*a path that leads all of them to the file"):
-        predict(torch.nn.Conv2d(2, 1, 1), own / "x.npy", own / "y.npy", grid={"H": 4}, comm=comm)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

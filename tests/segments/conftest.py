@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -38,6 +39,41 @@ def segments(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Generator[S
     yield manager
     manager.close()
     own.Free()
+
+
+@pytest.fixture
+def closing(comm: MPI.Intracomm) -> Generator[Callable[[Any], Any]]:
+    """Function that returns what it is given, and closes it at the end of the test."""
+    with ExitStack() as stack:
+
+        def kept(made: Any) -> Any:
+            stack.callback(made.close)
+            return made
+
+        yield kept
+
+
+@pytest.fixture
+def opened(machine: Machine, closing: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Function that opens a channel of integers for a kind of movement, and returns it with its exchange."""
+    from distdl_rma.segments import Channel
+    from tests.segments.exchanges import movements
+
+    def make(kind: str, name: str, lands: bool = False, transposed: bool = False) -> Any:
+        exchange = movements(machine)[kind]
+        exchange = exchange.T if transposed else exchange
+        return closing(Channel(machine.segments, exchange, "i8", name, lands)), exchange
+
+    return make
+
+
+@pytest.fixture(params=[False, True], ids=["slots", "results"])
+def lands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whether peers put into results, of any size, where these are near."""
+    from distdl_rma.segments import direct_receive
+
+    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
+    return request.param
 
 
 Meet = Callable[..., "tuple[SegmentBuffer, dict[int, RemoteBuffer]]"]

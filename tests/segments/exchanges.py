@@ -1,11 +1,12 @@
-"""Exchanges of all kinds, their channels, local tensors that tell rank and epoch, and their results."""
+"""Exchanges of all kinds, local tensors that tell rank and epoch, and their results."""
+
+import time
 
 import numpy as np
 
 from distdl_rma.geometry import Decomposition, Exchange
 from distdl_rma.geometry.halo import Window, WindowSplit
 from distdl_rma.geometry.intervals import Balanced
-from distdl_rma.segments import Channel
 
 
 def line(machine):
@@ -15,9 +16,8 @@ def line(machine):
 def halo(machine, extent=23):
     """Each rank needs its block and two elements on either side."""
     own = Decomposition.balanced(line(machine), (extent,))
-    need = Decomposition.from_local_shapes(line(machine), {r: (own.box(r).shape) for r in machine.ranks})
     wide = WindowSplit(Balanced(extent, machine.size), Window(5, left=2, right=2), extent)
-    return Exchange(machine.rank, own, need.with_splits({0: wide}))
+    return Exchange(machine.rank, own, own.with_splits({0: wide}))
 
 
 def movements(machine):
@@ -58,15 +58,12 @@ def expected(exchange, epoch):
     return y
 
 
-def channel_of(machine, exchange, name, lands=False):
-    """A channel of integers, into whose results ranks of the node may put."""
-    return Channel(machine.segments, exchange, np.int64, name, lands)
-
-
-def opened(machine, kind, name):
-    """A channel of integers for one of the movements, and its exchange."""
-    exchange = movements(machine)[kind]
-    return Channel(machine.segments, exchange, np.int64, name), exchange
+def gives_back(segments, owner):
+    """Whether the memory of an owner that was closed is free again, as it is once its peers know of it."""
+    deadline = time.monotonic() + 60
+    while owner in segments.stats().owners and time.monotonic() < deadline:
+        segments.progress()
+    return owner not in segments.stats().owners
 
 
 def arrive(channel, x, epoch, timeout=None):

@@ -6,19 +6,15 @@ import numpy as np
 import pytest
 
 from distdl_rma import ExchangeTimeout, ProtocolError
-from distdl_rma.segments import Channel, direct_receive
 from distdl_rma.segments.memory.remote_buffer import RemoteBuffer
 from distdl_rma.segments.transport.links import RmaPeer
-from tests.segments.exchanges import arrive, channel_of, expected, halo, movements, opened, values
+from tests.segments.exchanges import arrive, expected, gives_back, values
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("lands", [False, True], ids=["slots", "results"])
-def test_voided_epoch_leaves_no_trace(machine, comm, monkeypatch, lands):
-    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
-    exchange = movements(machine)["all_gather"] if lands else halo(machine)
-    channel = channel_of(machine, exchange, "void", lands)
+def test_voided_epoch_leaves_no_trace(machine, opened, comm, lands):
+    channel, exchange = opened("all_gather" if lands else "halo", "void", lands)
     for epoch in range(1, 60):
         if epoch % 3 == 0:
             # Some ranks had started already, others had not.
@@ -28,24 +24,19 @@ def test_voided_epoch_leaves_no_trace(machine, comm, monkeypatch, lands):
             channel.void()
         x = values(exchange, machine.rank, epoch)
         assert (arrive(channel, x, channel.start(channel.cut(x))) == expected(exchange, epoch)).all(), epoch
-    channel.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_memory_of_a_voided_epoch_is_kept_until_no_late_put_can_come(machine, comm):
+def test_memory_of_a_voided_epoch_is_kept_until_no_late_put_can_come(machine, opened, comm):
     # Who voids first does not know whether the others had started.
-    channel, exchange = opened(machine, "sum_reduce", "voided late")
+    channel, exchange = opened("sum_reduce", "voided late")
     channel.move(values(exchange, machine.rank, 1))
     if machine.rank == 0:
         channel.void()
         channel.close()
         kept = "voided late" in machine.segments.stats().owners
         comm.Barrier()
-        assert kept
-        deadline = time.monotonic() + 60
-        while "voided late" in machine.segments.stats().owners and time.monotonic() < deadline:
-            machine.segments.progress()
-        assert "voided late" not in machine.segments.stats().owners
+        assert kept and gives_back(machine.segments, "voided late")
     else:
         comm.Barrier()
         if machine.rank % 2:
@@ -56,8 +47,8 @@ def test_memory_of_a_voided_epoch_is_kept_until_no_late_put_can_come(machine, co
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_channel_that_was_voided_before_it_had_addresses_gives_its_memory_back(machine, comm):
-    channel = Channel(machine.segments, movements(machine)["sum_reduce"], np.int64, "never connected")
+def test_a_channel_that_was_voided_before_it_had_addresses_gives_its_memory_back(machine, opened, comm):
+    channel, _ = opened("sum_reduce", "never connected")
     channel.void()
     channel.close()
     machine.segments.progress()
@@ -66,11 +57,11 @@ def test_a_channel_that_was_voided_before_it_had_addresses_gives_its_memory_back
 
 
 @pytest.mark.mpi(min_size=2)
-def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch):
+def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, opened, monkeypatch):
     # What they come from is written again after the acknowledgement, which came unread.
     if machine.segments.transport != "remote":
         pytest.skip("on one node a put is over when it returns")
-    channel, exchange = opened(machine, "all_gather", "void under way")
+    channel, exchange = opened("all_gather", "void under way")
     x = values(exchange, machine.rank, 1)
     channel.move(x)
     asked, arrived = [], RmaPeer.arrived
@@ -86,15 +77,11 @@ def test_puts_of_a_voided_epoch_are_over_when_it_is_voided(machine, monkeypatch)
         over = len(asked) > 50
     assert over
     assert (channel.move(x) == expected(exchange, 1)).all()
-    channel.close()
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("lands", [False, True], ids=["slots", "results"])
-def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, comm, monkeypatch, lands):
-    monkeypatch.setattr(direct_receive, "_SMALLEST_NBYTES", 1)
-    exchange = movements(machine)["broadcast"]
-    channel = channel_of(machine, exchange, "slow layer", lands)
+def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machine, opened, comm, lands):
+    channel, exchange = opened("broadcast", "slow layer", lands)
     channel.connect()
     x = values(exchange, machine.rank, 1)
     if machine.rank == 0:
@@ -109,7 +96,6 @@ def test_timeout_names_layer_peer_and_epochs_and_the_wait_can_be_repeated(machin
         comm.Barrier()
         y = arrive(channel, x, epoch)
         assert (y == expected(exchange, 1)).all() and (y is first or not any(channel.landed))
-    channel.close()
 
 
 def give_up_starting(machine, monkeypatch, channel, x):
@@ -121,9 +107,9 @@ def give_up_starting(machine, monkeypatch, channel, x):
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_receive_that_timed_out_hands_out_everything_again(machine, comm, monkeypatch):
+def test_a_receive_that_timed_out_hands_out_everything_again(machine, opened, comm, monkeypatch):
     # Its first sender is there, and would go on to the slots of the epochs behind; its last one is late.
-    channel, exchange = opened(machine, "sum_reduce", "late")
+    channel, exchange = opened("sum_reduce", "late")
     channel.connect()
     late = machine.size - 1
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
@@ -153,14 +139,13 @@ def test_a_receive_that_timed_out_hands_out_everything_again(machine, comm, monk
         assert (channel.gather(x[1], epoch, np.add) == expected(exchange, 1)).all()
         for epoch in (2, 3):
             assert (channel.move(x[epoch]) == expected(exchange, epoch)).all()
-    channel.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_receive_whose_last_puts_were_late_hands_out_everything_again(machine, comm, monkeypatch):
+def test_a_receive_whose_last_puts_were_late_hands_out_everything_again(machine, opened, comm, monkeypatch):
     if machine.segments.transport != "remote":
         pytest.skip("on one node a put is over when it returns")
-    channel, exchange = opened(machine, "all_gather", "late puts")
+    channel, exchange = opened("all_gather", "late puts")
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
 
     def never(remote, timeout=None):
@@ -183,13 +168,12 @@ def test_a_receive_whose_last_puts_were_late_hands_out_everything_again(machine,
     flights.append(channel.start(channel.cut(x[3])))
     for epoch in (2, 3):
         assert (channel.gather(x[epoch], flights[epoch - 1], np.add) == expected(exchange, epoch)).all()
-    channel.close()
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_start_that_timed_out_has_told_nobody(machine, comm, monkeypatch):
+def test_a_start_that_timed_out_has_told_nobody(machine, opened, comm, monkeypatch):
     # Of the readers one has room for a third epoch, another has not.
-    channel, exchange = opened(machine, "broadcast", "slow reader")
+    channel, exchange = opened("broadcast", "slow reader")
     x = [values(exchange, machine.rank, epoch) for epoch in range(4)]
     for epoch in (1, 2):
         flight = channel.start(channel.cut(x[epoch]))
@@ -203,12 +187,11 @@ def test_a_start_that_timed_out_has_told_nobody(machine, comm, monkeypatch):
         for epoch in (1, 2):
             assert (channel.gather(x[epoch], epoch, np.add) == expected(exchange, epoch)).all()
     assert (channel.move(x[3]) == expected(exchange, 3)).all()
-    channel.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_iterator_that_was_left_costs_nothing_and_is_of_no_use_later(machine):
-    channel, exchange = opened(machine, "all_gather", "left")
+def test_an_iterator_that_was_left_costs_nothing_and_is_of_no_use_later(machine, opened):
+    channel, exchange = opened("all_gather", "left")
     x = values(exchange, machine.rank, 1)
     epoch = channel.start(channel.cut(x))
     left = channel.receive(epoch)
@@ -218,4 +201,3 @@ def test_an_iterator_that_was_left_costs_nothing_and_is_of_no_use_later(machine)
     with pytest.raises(ProtocolError, match="epoch 1 cannot be received, started are 2, received 1"):
         list(left)
     channel.gather(x, 2, np.add)
-    channel.close()

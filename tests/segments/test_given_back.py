@@ -22,35 +22,27 @@ class Counted(MPI.Intracomm):
 
     alive = 0
 
-    def _made(self, comm):
-        Counted.alive += 1
-        return Counted(comm)
-
-    def Dup(self, info=None):  # noqa: N802
-        return self._made(super().Dup(info))
-
-    def Create_group(self, group, tag=0):  # noqa: N802
-        return self._made(super().Create_group(group, tag))
-
-    def Split(self, color=0, key=0):  # noqa: N802
-        return self._made(super().Split(color, key))
-
-    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):  # noqa: N802
-        return self._made(super().Split_type(split_type, key, info))
-
     def Free(self):  # noqa: N802
         Counted.alive -= 1
         super().Free()
 
 
+def counting(make):
+    def made(*arguments, **options):
+        Counted.alive += 1
+        return Counted(make(*arguments, **options))
+
+    return made
+
+
+for name in ("Dup", "Create_group", "Split", "Split_type"):
+    setattr(Counted, name, counting(getattr(MPI.Intracomm, name)))
+
+
 @pytest.mark.parametrize(("transport", "progress"), WAYS)
 @pytest.mark.processes
 def test_a_machine_gives_back_communicators_files_and_shared_memory(comm, monkeypatch, transport, progress):
-    def met(*arguments):
-        Counted.alive += 1
-        return Counted(meeting.meet(*arguments))
-
-    monkeypatch.setattr(machine_module, "meet", met)
+    monkeypatch.setattr(machine_module, "meet", counting(meeting.meet))
     counts = []
     for _ in range(6):
         Counted.alive = 0

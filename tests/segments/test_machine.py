@@ -62,15 +62,6 @@ def test_machine_outlives_the_communicator_that_it_was_made_of(comm):
     assert world.home.closed
 
 
-@pytest.mark.mpi(min_size=2)
-def test_ranks_may_be_permuted_and_a_subset(comm):
-    ranks = tuple(reversed(range(1, comm.size)))
-    if comm.rank in ranks:
-        with Machine(comm, ranks, segment_size="1MiB") as machine:
-            assert machine.ranks == ranks and machine.rank == comm.rank
-            assert machine.partition().rank == ranks.index(comm.rank)
-
-
 def test_wrong_list_of_ranks_names_the_entry(comm):
     with pytest.raises(PartitionError, match=f"rank {comm.size} of M is out of range"):
         Machine(comm, [0, comm.size])
@@ -206,19 +197,8 @@ def test_ranks_that_give_up_and_come_again_meet_in_the_end(comm):
             made.Free()
 
 
-@pytest.mark.mpi(min_size=2)
-def test_machine_needs_no_name_service(comm, monkeypatch):
-    def unpublished(*_):
-        raise MPI.Exception(MPI.ERR_SERVICE)
-
-    monkeypatch.setattr(MPI, "Publish_name", unpublished)
-    monkeypatch.setattr(meeting, "_board", JobBoard())
-    with Machine(comm, range(comm.size)[::-1], segment_size="1MiB") as machine:
-        assert machine.ranks == tuple(reversed(range(comm.size)))
-        machine.group().barrier()
-
-
-def test_machine_needs_no_groups_of_the_launcher(comm, monkeypatch):
+@pytest.mark.parametrize("lacks", ["nothing", "name service", "groups"])
+def test_ranks_may_be_permuted_and_a_subset_whatever_the_launcher_lacks(comm, monkeypatch, lacks):
     def unsupported(*_):
         raise MPI.Exception(MPI.ERR_UNSUPPORTED_OPERATION)
 
@@ -228,11 +208,16 @@ def test_machine_needs_no_groups_of_the_launcher(comm, monkeypatch):
         def __getattr__(self, name):
             return getattr(MPI, name)
 
-    monkeypatch.setattr(meeting, "MPI", Without())
+    if lacks == "name service":
+        monkeypatch.setattr(MPI, "Publish_name", unsupported)
+        monkeypatch.setattr(meeting, "_board", JobBoard())
+    if lacks == "groups":
+        monkeypatch.setattr(meeting, "MPI", Without())
     for ranks in ([comm.rank], range(comm.size)[::-1], range(comm.size)[1:][::-1]):
         if comm.rank in ranks:
             with Machine(comm, ranks, segment_size="1MiB") as machine:
-                assert machine.ranks == tuple(ranks)
+                assert machine.ranks == tuple(ranks) and machine.rank == comm.rank
+                assert machine.partition().rank == ranks.index(comm.rank)
                 machine.group().barrier()
 
 

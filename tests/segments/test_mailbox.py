@@ -42,16 +42,10 @@ def test_messages_of_channels_with_one_name_come_in_their_order():
     mailbox = Mailbox()
 
     def play(comm):
-        machine = Machine(comm, segment_size="1MiB")
-        kinds = movements(machine)
-        channels = [
-            BufferedChannel(machine.segments, kinds[kind], np.int64, "same", mailbox)
-            for kind in ("halo", "all_gather")
-        ]
-        exchanges = kinds["halo"], kinds["all_gather"]
-        for channel, exchange in zip(channels, exchanges, strict=True):
+        both = [opened(comm, mailbox, kind, "same")[1:] for kind in ("halo", "all_gather")]
+        for channel, exchange in both:
             channel.start(channel.cut(values(exchange, comm.rank, 1)))
-        for channel, exchange in zip(channels, exchanges, strict=True):
+        for channel, exchange in both:
             y = channel.gather(values(exchange, comm.rank, 1), 1, np.add)
             assert np.array_equal(y, expected(exchange, 1))
 

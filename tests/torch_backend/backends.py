@@ -31,6 +31,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "compare",
     "differentiable",
+    "options",
     "process_group",
     "results",
     "same_on_both",
@@ -65,6 +66,16 @@ def store(comm: MPI.Intracomm) -> Iterator[dist.Store]:
         atexit.register(path.unlink, missing_ok=True)
     yield dist.FileStore(str(path), comm.size)
     comm.Barrier()
+
+
+def options(kind: Callable[[], Any], op: Any = None, root: int | None = None) -> Any:
+    """Options of a call of a group: its operation and its root."""
+    made = kind()
+    if op is not None:
+        made.reduceOp = op
+    if root is not None:
+        made.rootRank = root
+    return made
 
 
 def results(comm: MPI.Intracomm, program: Callable[..., Any], *arguments: Any, backend: str = BACKEND) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 
 FEATURES, WIDTH, CLASSES = 6, 11, 3
@@ -38,10 +41,25 @@ def steps(model, batches, optimizer=None):
     return losses
 
 
+def sharded(mesh=None, **options):
+    """The network, whose layers FSDP shards over a mesh, or over all ranks."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    model = network()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, **options)
+    return model
+
+
+def whole(model):
+    """Its parameters, of all ranks."""
+    weights = [weight.detach() for weight in model.parameters()]
+    return [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights]
+
+
 def alone(size, count=3, optimizer=None):
     """Parameters of the network after steps on the samples of all ranks at once."""
     model = network()
-    whole = [[batch(rank, step) for rank in range(size)] for step in range(count)]
-    batches = [(torch.cat([x for x, _ in all_]), torch.cat([y for _, y in all_])) for all_ in whole]
+    drawn = [[batch(rank, step) for rank in range(size)] for step in range(count)]
+    batches = [(torch.cat([x for x, _ in all_]), torch.cat([y for _, y in all_])) for all_ in drawn]
     steps(model, batches, optimizer and optimizer(model.parameters()))
-    return [weight.detach() for weight in model.parameters()]
+    return whole(model)

@@ -16,7 +16,7 @@ from torch.distributed import (
 
 from distdl_rma import ArgumentError, MismatchError, ShapeError, UnsupportedError
 from distdl_rma.torch_backend.group import RmaProcessGroup
-from tests.torch_backend.backends import process_group
+from tests.torch_backend.backends import options, process_group
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
 
@@ -83,18 +83,6 @@ def test_what_is_sent_and_what_is_expected_must_fit_and_the_next_message_comes(c
         comm.Barrier()
 
 
-def average():
-    made = ReduceScatterOptions()
-    made.reduceOp = ReduceOp.AVG
-    return made
-
-
-def rooted(kind, root):
-    made = kind()
-    made.rootRank = root
-    return made
-
-
 # Calls of a group with six numbers, which all ranks refuse.
 REFUSED = [
     (ShapeError, "one tensor per rank, got 2", lambda g, x: g.broadcast([x, x]),
@@ -122,7 +110,8 @@ REFUSED = [
      lambda g, x: g.all_to_all_single(x, x, [6] * (g.size() + 1), None)),
     (ShapeError, "band is of integers", lambda g, x: g.allreduce([x], ReduceOp.BAND)),
     (ShapeError, "an average of torch.int32", lambda g, x: g.allreduce([x.int()], ReduceOp.AVG),
-     lambda g, x: g.reduce_scatter([x.int()], [[x.int()] * g.size()], average()),
+     lambda g, x: g.reduce_scatter([x.int()], [[x.int()] * g.size()],
+                                   options(ReduceScatterOptions, ReduceOp.AVG)),
      # Of one rank they would be copied first.
      lambda g, x: g.allreduce([x.int().view(2, 3).t() if g.rank() else x.int().view(2, 3)], ReduceOp.AVG)),
     (ShapeError, "in group .*: elements of a tensor that is filled share memory",
@@ -130,10 +119,10 @@ REFUSED = [
      lambda g, x: g.allreduce([torch.ones(9).as_strided((3, 2), (1, 1))]),
      lambda g, x: g.recv([x[:1].expand(6)], 0, 0)),
     (ArgumentError, "in group .*: the root is a rank in the group, from 0 to ., got (-1|7)",
-     lambda g, x: g.broadcast([x], rooted(BroadcastOptions, 7)),
-     lambda g, x: g.reduce([x], rooted(ReduceOptions, -1)),
-     lambda g, x: g.gather([], [x], rooted(GatherOptions, 7)),
-     lambda g, x: g.scatter([x], [], rooted(ScatterOptions, -1))),
+     lambda g, x: g.broadcast([x], options(BroadcastOptions, root=7)),
+     lambda g, x: g.reduce([x], options(ReduceOptions, root=-1)),
+     lambda g, x: g.gather([], [x], options(GatherOptions, root=7)),
+     lambda g, x: g.scatter([x], [], options(ScatterOptions, root=-1))),
     (ArgumentError, "in group .*: the peer is a rank in the group, from 0 to ., got (-1|7)",
      lambda g, x: g.send([x], -1, 0), lambda g, x: g.recv([x], 7, 0)),
     (ArgumentError, "a tag is from 0 to", lambda g, x: g.send([x], 0, -1)),

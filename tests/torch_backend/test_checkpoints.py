@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.torch_backend import nets
@@ -32,11 +31,8 @@ def shared_folder(comm):
             shutil.rmtree(folder)
 
 
-def sharded(mesh):
-    model = nets.network()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def sharded(mesh=None):
+    model = nets.sharded(mesh)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
@@ -44,20 +40,16 @@ def train(model, optimizer, steps):
     nets.steps(model, [nets.batch(0, step) for step in steps], optimizer)
 
 
-def whole(model):
-    return [weight.full_tensor().detach() for weight in model.parameters()]
-
-
 @pytest.mark.mpi(min_size=2)
 def test_training_goes_on_on_fewer_ranks(comm):
     fewer = list(range(comm.size - 1))
     with process_group(comm), shared_folder(comm) as folder:
-        model, optimizer = sharded(init_device_mesh("cpu", (comm.size,)))
+        model, optimizer = sharded()
         train(model, optimizer, range(2))
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
         train(model, optimizer, range(2, 4))
-        expected = whole(model)
+        expected = nets.whole(model)
 
         group = dist.new_group(fewer)
         if comm.rank in fewer:
@@ -66,7 +58,7 @@ def test_training_goes_on_on_fewer_ranks(comm):
             dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, process_group=group)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
             train(model, optimizer, range(2, 4))
-            torch.testing.assert_close(whole(model), expected)
+            torch.testing.assert_close(nets.whole(model), expected)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distdl_rma import ConfigurationError, GradientSync, MPIPartition, distribute, shard
 from distdl_rma.layers import DistributedConv2d, DistributedMSELoss
+from tests.torch_backend import nets
 from tests.torch_backend.backends import BACKEND, process_group
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4)]
@@ -27,11 +28,10 @@ def mesh(comm):
         yield init_device_mesh("cpu", (REPLICAS, BLOCKS), mesh_dim_names=("replicas", "blocks"))
 
 
-def network(first=nn.Conv2d):
+def network():
     torch.manual_seed(4)
-    return nn.Sequential(
-        first(1, 4, 3, padding=1, **DOUBLE), nn.Tanh(), nn.Conv2d(4, 1, 3, padding=1, **DOUBLE)
-    )
+    first, last = (nn.Conv2d(*sizes, 3, padding=1, **DOUBLE) for sizes in ((1, 4), (4, 1)))
+    return nn.Sequential(first, nn.Tanh(), last)
 
 
 def samples(replica, step):
@@ -39,32 +39,20 @@ def samples(replica, step):
     return [torch.randn(2, 1, 9, 8, **DOUBLE, generator=generator) for _ in range(2)]
 
 
-def train(model, replica, scale=1.0):
+def train(model, *replicas, loss=F.mse_loss, part=lambda x: x):
+    """Steps on the samples of replicas in one batch, or this rank's part of it; the parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        x, target = samples(replica, step)
+        drawn = zip(*(samples(replica, step) for replica in replicas), strict=True)
+        x, target = (part(torch.cat(parts)) for parts in drawn)
         optimizer.zero_grad()
-        (scale * F.mse_loss(model(x), target)).backward()
+        loss(model(x), target).backward()
         optimizer.step()
-    return whole(model)
-
-
-def whole(model):
-    weights = [weight.detach() for weight in model.parameters()]
-    return [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights]
+    return nets.whole(model)
 
 
 def alone():
-    """One process, the samples of all replicas in one batch."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        both = [samples(replica, step) for replica in range(REPLICAS)]
-        x, target = (torch.cat(parts) for parts in zip(*both, strict=True))
-        optimizer.zero_grad()
-        F.mse_loss(model(x), target).backward()
-        optimizer.step()
-    return whole(model)
+    return train(network(), *range(REPLICAS))
 
 
 def blocks(P_world, mesh):
@@ -91,7 +79,8 @@ def test_gradient_sync_and_both_of_torchs_give_the_numbers_of_one_process(mesh, 
 
     # The mean of all ranks is short of the sum over blocks by their number.
     scaled = DistributedDataParallel(distribute(network(), P_x, reduction="none"))
-    torch.testing.assert_close(train(scaled, replica, scale=BLOCKS), by_sync)
+    found = train(scaled, replica, loss=lambda *y: BLOCKS * F.mse_loss(*y))
+    torch.testing.assert_close(found, by_sync)
 
     for over in (mesh, mesh._flatten("all")):
         model = fully_shard(distribute(network(), P_x, reduction="none"), mesh=over)
@@ -143,14 +132,8 @@ def test_layers_that_sum_over_their_blocks_in_replicas_of_torch(mesh, comm, kind
     else:
         for layer in (*layers, model):
             fully_shard(layer, mesh=mesh["replicas"])
-    criterion = DistributedMSELoss(P_x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        x, target = (shard(P_x, each).to_local() for each in samples(replica, step))
-        optimizer.zero_grad()
-        criterion(model(x), target).backward()
-        optimizer.step()
-    torch.testing.assert_close(whole(model), alone())
+    found = train(model, replica, loss=DistributedMSELoss(P_x), part=lambda x: shard(P_x, x).to_local())
+    torch.testing.assert_close(found, alone())
     del model, layers
     P_blocks.deactivate()
     part.Free()

@@ -15,12 +15,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
 def train(model, count=3, dtype=torch.float64, **options):
-    me = dist.get_rank()
-    return nets.steps(model, [nets.batch(me, step, dtype) for step in range(count)], **options)
-
-
-def parameters(model):
-    return [weight.detach().clone() for weight in model.parameters()]
+    """Steps on this rank's samples; the parameters after them."""
+    nets.steps(model, [nets.batch(dist.get_rank(), step, dtype) for step in range(count)], **options)
+    return nets.whole(model)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +29,7 @@ def test_steps_are_those_of_one_process_on_all_samples(comm, options):
         with torch.no_grad():
             # All begin with those of the first rank.
             model[0].weight += dist.get_rank()
-        model = DistributedDataParallel(model, **options)
-        train(model)
-        return parameters(model)
+        return train(DistributedDataParallel(model, **options))
 
     torch.testing.assert_close(results(comm, program), nets.alone(comm.size))
 
@@ -57,8 +52,7 @@ def hooked(hook, rank_of_matrices):
         None, rank_of_matrices, start_powerSGD_iter=2, min_compression_rate=1
     )
     model.register_comm_hook(power, hook)
-    train(model, count=5, dtype=torch.float32)
-    return parameters(model)
+    return train(model, count=5, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -73,7 +67,7 @@ def test_join_of_uneven_inputs(comm, divide):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join(divide_by_initial_world_size=divide):
             losses = nets.steps(model, [nets.batch(me, step) for step in range(1 + 2 * me)], optimizer)
-        return losses, parameters(model)
+        return losses, nets.whole(model)
 
     same_on_both(comm, program)
 
@@ -82,10 +76,9 @@ def test_zero_redundancy_optimizer(comm):
     def program():
         model = DistributedDataParallel(nets.network())
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-        train(model, optimizer=optimizer)
+        found = train(model, optimizer=optimizer)
         optimizer.consolidate_state_dict(to=0)
-        state = optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
-        return parameters(model), state
+        return found, optimizer.state_dict()["state"] if dist.get_rank() == 0 else {}
 
     found, _ = same_on_both(comm, program)
     torch.testing.assert_close(found, nets.alone(comm.size, optimizer=partial(torch.optim.Adam, lr=0.01)))

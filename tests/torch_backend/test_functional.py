@@ -48,34 +48,23 @@ def test_gradients_of_collectives(comm, name):
     same_on_both(comm, lambda: gradient(DIFFERENTIABLE[name]))
 
 
-def world():
-    return dist.group.WORLD
-
-
+# Their arguments before the group; x has a row for each rank.
 FUNCTIONAL = {
-    "all_reduce": lambda x: functional.all_reduce(x, "sum", world()),
-    "all_reduce, avg": lambda x: functional.all_reduce(x, "avg", world()),
-    "all_gather_tensor": lambda x: functional.all_gather_tensor(x, 0, world()),
-    "all_gather_tensor of columns": lambda x: functional.all_gather_tensor(x, 1, world()),
-    "reduce_scatter_tensor": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, world()),
-    "reduce_scatter_tensor, max": lambda x: functional.reduce_scatter_tensor(x, "max", 0, world()),
-    "all_to_all_single": lambda x: functional.all_to_all_single(x, None, None, world()),
-    "broadcast": lambda x: functional.broadcast(x, dist.get_world_size() - 1, world()),
-    "permute_tensor": lambda x: functional.permute_tensor(
-        x.flatten(), [(rank + 1) % dist.get_world_size() for rank in range(dist.get_world_size())], world()
-    ),
-    "all_reduce_coalesced": lambda x: functional.all_reduce_coalesced([x, 2 * x, x[:1]], "sum", world()),
-    "all_gather_into_tensor_coalesced": lambda x: functional.all_gather_into_tensor_coalesced(
-        [x, x[:, :2].contiguous()], world()
-    ),
-    "reduce_scatter_tensor_coalesced": lambda x: functional.reduce_scatter_tensor_coalesced(
-        [x, 3 * x], "sum", [0, 0], world()
-    ),
-    "all_gather_tensor_autograd": lambda x: functional.all_gather_tensor_autograd(x, 0, world()),
-    "reduce_scatter_tensor_autograd": lambda x: functional.reduce_scatter_tensor_autograd(
-        x, "sum", 0, world()
-    ),
-    "all_to_all_single_autograd": lambda x: functional.all_to_all_single_autograd(x, None, None, world()),
+    "all_reduce": lambda x: (x, "sum"),
+    "all_reduce, avg": lambda x: (x, "avg"),
+    "all_gather_tensor": lambda x: (x, 0),
+    "all_gather_tensor, columns": lambda x: (x, 1),
+    "reduce_scatter_tensor": lambda x: (x, "sum", 0),
+    "reduce_scatter_tensor, max": lambda x: (x, "max", 0),
+    "all_to_all_single": lambda x: (x, None, None),
+    "broadcast": lambda x: (x, len(x) - 1),
+    "permute_tensor": lambda x: (x.flatten(), [*range(1, len(x)), 0]),
+    "all_reduce_coalesced": lambda x: ([x, 2 * x, x[:1]], "sum"),
+    "all_gather_into_tensor_coalesced": lambda x: ([x, x[:, :2].contiguous()],),
+    "reduce_scatter_tensor_coalesced": lambda x: ([x, 3 * x], "sum", [0, 0]),
+    "all_gather_tensor_autograd": lambda x: (x, 0),
+    "reduce_scatter_tensor_autograd": lambda x: (x, "sum", 0),
+    "all_to_all_single_autograd": lambda x: (x, None, None),
 }
 
 
@@ -85,7 +74,7 @@ FUNCTIONAL = {
 def test_functional_collectives(comm, name):
     def program():
         x = values(dist.get_world_size(), 3).requires_grad_("autograd" in name)
-        found = FUNCTIONAL[name](x)
+        found = getattr(functional, name.partition(",")[0])(*FUNCTIONAL[name](x), dist.group.WORLD)
         parts = [part * 1 for part in (found if isinstance(found, list | tuple) else [found])]
         if x.requires_grad:
             (parts[0] * (dist.get_rank() + 1)).sum().backward()

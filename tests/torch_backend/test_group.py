@@ -21,6 +21,7 @@ from distdl_rma.torch_backend import inter_node
 from distdl_rma.torch_backend.group import RmaProcessGroup
 from distdl_rma.torch_backend.node_slots import NodeSlots
 from tests.matrix import over_seeds
+from tests.torch_backend.backends import options
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
@@ -58,15 +59,6 @@ def most(request, group, monkeypatch):
         pytest.skip("the ranks are on one node")
     monkeypatch.setattr(inter_node, "TURN_BYTES", request.param)
     return request.param
-
-
-def options(kind, op=None, root=None):
-    made = kind()
-    if op is not None:
-        made.reduceOp = op
-    if root is not None:
-        made.rootRank = root
-    return made
 
 
 def values(rank, count, dtype, step=0):

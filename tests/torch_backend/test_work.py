@@ -18,10 +18,9 @@ from distdl_rma.torch_backend.node_slots import NodeSlots
 from distdl_rma.torch_backend.operations import OperationQueue, PendingCall
 from distdl_rma.torch_backend.work import GroupWork, _driver
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_messages_let_go_of_their_tensors_when_they_are_over(group):
     me, size = group.rank(), group.size()
     array, received = np.ones(3, np.float32), torch.zeros(3)
@@ -38,7 +37,6 @@ def test_messages_let_go_of_their_tensors_when_they_are_over(group):
     assert not group._points._last
 
 
-@pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("timeout", [20, float("inf")])
 def test_nobody_waits_any_more_when_a_future_is_there(machine, comm, timeout):
     segments = machine.segments
@@ -52,7 +50,6 @@ def test_nobody_waits_any_more_when_a_future_is_there(machine, comm, timeout):
     group.shutdown()
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
     if comm.size == 1:
         return
@@ -74,7 +71,6 @@ def test_a_wait_that_came_further_says_how_long_it_was_in_all(machine, comm):
     group.shutdown()
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
     group = RmaProcessGroup(machine.segments, machine.ranks, "ends in flight", None)
     x, y, on_node = torch.ones(3), torch.ones(4), isinstance(group._callers, NodeSlots)
@@ -101,7 +97,6 @@ def test_what_is_under_way_keeps_its_memory_when_the_group_ends(machine, comm):
         one.shutdown()
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(group, comm):
     # Known by now, so that the next ones need not be looked at.
     for _ in range(2):
@@ -115,7 +110,6 @@ def test_tensors_whose_elements_lie_elsewhere_are_unwrapped_or_refused(group, co
     assert x.tolist() == [comm.size**2] * 4
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_an_interruption_is_raised_where_it_came_and_ends_the_group(group, machine, comm):
     interrupted = []
 
@@ -151,7 +145,6 @@ def test_a_message_that_an_error_elsewhere_ends_leaves_collectives_alone(machine
     assert queue.advance_apart() and queue.idle
 
 
-@pytest.mark.sizes(1, 2, 3)
 def test_memory_of_a_group_that_a_difference_ended_is_freed_when_all_have_destroyed_it(machine, comm):
     group = RmaProcessGroup(machine.segments, machine.ranks, "in vain", None)
     if comm.size > 1:

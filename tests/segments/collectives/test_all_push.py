@@ -9,8 +9,8 @@ from distdl_rma.segments.collectives.all_push import AllPush
 pytestmark = pytest.mark.mpi
 
 
-def test_an_epoch_is_waited_for_before_the_next(segments, monkeypatch):
-    rows = AllPush(segments, segments.ranks, 1, np.int64, "strict")
+def test_an_epoch_is_waited_for_before_the_next(segments, closing, monkeypatch):
+    rows = closing(AllPush(segments, segments.ranks, 1, np.int64, "strict"))
     rows.start(np.array([1]))
     with monkeypatch.context() as after:
         # What ended the wait before counts, where that was another rank's error.
@@ -20,4 +20,3 @@ def test_an_epoch_is_waited_for_before_the_next(segments, monkeypatch):
     with pytest.raises(ProtocolError, match="'strict': started again before the last epoch was waited for"):
         rows.start(np.array([2]))
     assert (rows.wait() == 1).all()
-    rows.close()

@@ -68,8 +68,8 @@ class Fragments:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
-    job = Allreduce(segments, segments.ranks, LONG, np.float32, name="held")
+def test_buffers_are_held_until_mpi_has_done_with_them(segments, closing, comm):
+    job = closing(Allreduce(segments, segments.ranks, LONG, np.float32, name="held"))
     job.connect()
     buffer = np.ones(3)
     held = weakref.ref(buffer)
@@ -81,11 +81,10 @@ def test_buffers_are_held_until_mpi_has_done_with_them(segments, comm):
     del waiting
     assert held() is None
     comm.Barrier()
-    job.close()
 
 
 @pytest.mark.mpi
-def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
+def test_what_is_interrupted_between_pieces_is_broken(segments, closing, comm, tiny):
     job = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
     job.connect()
     algorithm, nodes = job._algorithm, len(segments.segment.direct_nodes)
@@ -112,9 +111,8 @@ def test_what_is_interrupted_between_pieces_is_broken(segments, comm, tiny):
         assert kept and all(buffers for _, buffers in kept)
     comm.Barrier()
     job.close()
-    again = Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted")
+    again = closing(Allreduce(segments, segments.ranks, LONG, np.float32, name="interrupted"))
     assert (again(np.ones(LONG)) == comm.size).all()
-    again.close()
 
 
 def test_a_look_takes_as_many_tests_as_there_may_be_fragments():
@@ -137,9 +135,9 @@ def over(machine, *scripts):
 
 
 @pytest.mark.mpi
-def test_messages_and_collectives_are_over_when_their_scripts_are(machine, comm):
+def test_messages_and_collectives_are_over_when_their_scripts_are(machine, closing, comm):
     ranks = list(reversed(machine.ranks))
-    messages = Messages(machine.segments, ranks, "some")
+    messages = closing(Messages(machine.segments, ranks, "some"))
     messages.connect()
     me, size = ranks.index(comm.rank), len(ranks)
     after, before = (me + 1) % size, (me - 1) % size
@@ -158,7 +156,6 @@ def test_messages_and_collectives_are_over_when_their_scripts_are(machine, comm)
     assert given.tolist() == [size * each for each in range(5)]
     assert messages.probe(6) is None
     assert messages.largest_tag() >= 32767
-    messages.close()
 
 
 @pytest.mark.mpi(min_size=2)

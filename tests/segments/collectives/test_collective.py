@@ -45,63 +45,55 @@ def test_collectives_over_random_ranks_in_any_order_of_waiting(segments, comm, s
 @pytest.mark.parametrize(
     ("op", "dtype"), [("sum", "f4"), ("mean", "c8"), ("prod", "f4"), ("sum", "c16"), ("sum", "bfloat16")]
 )
-def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(segments, comm, count, op, dtype):
+def test_reductions_are_bitwise_equal_on_all_ranks_and_from_run_to_run(
+    segments, closing, comm, count, op, dtype
+):
     values = np.random.default_rng(comm.rank).standard_normal(2 * count) * 10.0**comm.rank
     if dtype == "bfloat16":
         # The words, of which the first half says most.
         values = values.astype(np.float32).view(np.uint16)[1::2]
     elif "c" in dtype:
         values = values.view(complex)
-    jobs = [Allreduce(segments, segments.ranks, count, dtype, op, f"bits {count} {n}") for n in range(2)]
-    results = []
+    names, results = [f"bits {count} {n}" for n in range(2)], []
+    jobs = [closing(Allreduce(segments, segments.ranks, count, dtype, op, name)) for name in names]
     for job in (*jobs, *jobs):
         time.sleep(random.Random(count + comm.rank + len(results)).random() * 3e-3)
         job.active[:] = values[:count]
         job.start()
         results.append(job.wait().tobytes())
     assert len(set(comm.allgather(results[0]))) == 1 and len(set(results)) == 1
-    for job in jobs:
-        job.close()
 
 
-def test_sums_of_float16_may_be_beyond_float16_and_structures_travel_as_they_are(segments, comm):
-    job = Allreduce(segments, segments.ranks, 3, np.float16, "mean", "half")
+def test_sums_of_float16_may_be_beyond_float16_and_structures_travel_as_they_are(segments, closing, comm):
+    job = closing(Allreduce(segments, segments.ranks, 3, np.float16, "mean", "half"))
     assert (job(np.full(3, 40_000.0)) == np.float16(40_000.0)).all()
-    job.close()
     ranks, kind = segments.ranks[::-1], np.dtype("2u1,f8")
-    job = Allgather(segments, ranks, [(3 * rank) % 5 for rank in ranks], kind, "structures")
+    job = closing(Allgather(segments, ranks, [(3 * rank) % 5 for rank in ranks], kind, "structures"))
     values = [np.arange(7 * rank, 7 * rank + 3 * rank % 5).astype(np.int16).astype(kind) for rank in ranks]
     assert np.array_equal(job(values[ranks.index(comm.rank)]), np.concatenate(values))
-    job.close()
 
 
 @pytest.mark.parametrize(
     ("dtype", "values"),
     [(np.int32, [1.0, 2.0]), (np.int64, np.zeros(2)), (bool, np.ones(2)), (np.float32, [1j, 0])],
 )
-def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(segments, dtype, values):
-    job = Allgather(segments, segments.ranks, 2, dtype, name="lossy")
+def test_values_that_would_lose_their_fractions_or_imaginary_parts_are_refused(
+    segments, closing, dtype, values
+):
+    job = closing(Allgather(segments, segments.ranks, 2, dtype, name="lossy"))
     with pytest.raises(ShapeError, match=r"'lossy': values of (float|complex).* do not fit into"):
         job(values)
     with pytest.raises(ShapeError, match="'lossy': a masked array"):
         job(np.ma.array([0, 1], dtype, mask=[0, 1]))
     assert (job([0, 1]).reshape(-1, 2) == [0, 1]).all()
-    job.close()
     # Of both numpy alone makes floats.
-    job = Allgather(segments, segments.ranks, 2, np.uint64, name="long")
+    job = closing(Allgather(segments, segments.ranks, 2, np.uint64, name="long"))
     assert job([2**64 - 1, 1]).tolist() == [2**64 - 1, 1] * len(segments.ranks)
-    job.close()
-
-
-def test_the_first_rank_is_the_root(segments):
-    job = Bcast(segments, segments.ranks[::-1], 1, name="first")
-    assert job.root == segments.ranks[-1]
-    job.close()
 
 
 @pytest.mark.parametrize("count", [3, 20_000])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, count, dtype):
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, closing, comm, count, dtype):
     torch = pytest.importorskip("torch")
     kind = getattr(torch, dtype)
 
@@ -109,7 +101,7 @@ def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, co
         generator = torch.Generator().manual_seed(rank)
         return (torch.randn(count, generator=generator) * 100).to(kind)
 
-    job = Allreduce(segments, segments.ranks, count, dtype, "sum", f"{dtype} {count}")
+    job = closing(Allreduce(segments, segments.ranks, count, dtype, "sum", f"{dtype} {count}"))
     view = torch.uint16 if dtype == "bfloat16" else torch.float16
     # The order of a sum across nodes is MPI's; of these values it makes no difference before rounding.
     exact = [values(rank).double() for rank in segments.ranks]
@@ -119,18 +111,19 @@ def test_16_bit_floats_are_summed_in_float32_and_rounded_once(segments, comm, co
     expected = sum(exact).float().to(kind)
     assert (found == expected).double().mean() > 0.99
     assert torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1)
-    job.close()
 
 
 @pytest.mark.usefixtures("cut")
-def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, comm):
-    ranks, size, first = segments.ranks, comm.size, segments.ranks[0]
-    jobs = [
-        Bcast(segments, ranks, 3000, np.int64, name="ahead"),
+def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, closing, comm):
+    ranks, size = segments.ranks, comm.size
+    made = [
+        # The first of its ranks is the root.
+        Bcast(segments, ranks[::-1], 3000, np.int64, name="ahead"),
         Allgather(segments, ranks[::-1], 300, np.int64, name="ahead too"),
         Allreduce(segments, ranks, 30, np.int64, name="ahead as well"),
         Allreduce(segments, ranks, 3000, np.int64, name="ahead, in shares"),
     ]
+    jobs = [closing(job) for job in made]
     mine, everyone, before = random.Random(comm.rank), np.array(ranks), {}
     for step in range(80):
         operands = {}
@@ -143,15 +136,13 @@ def test_steps_run_ahead_without_overwriting_what_others_still_read(segments, co
                 assert job.active.ctypes.data != operands[job] and (job.active == before[job]).all()
         if mine.random() < 0.1:
             time.sleep(1e-3)
-        assert (jobs[0].wait() == 1000 * step + first).all()
+        assert (jobs[0].wait() == 1000 * step + ranks[-1]).all()
         assert (jobs[1].wait().reshape(size, -1) == 1000 * step + everyone[::-1, None]).all()
         for job in jobs[2:]:
             total = job.wait()
             assert (total == (1000 * step + everyone).sum()).all()
             assert total.ctypes.data == operands[job], "the result takes the place of the operand"
             before[job] = total.copy()
-    for job in jobs:
-        job.close()
 
 
 def wait_for(job, late, where):
@@ -166,8 +157,8 @@ def wait_for(job, late, where):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("count", [4, 30_000])
-def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count):
-    job, late = Allreduce(segments, segments.ranks, count, np.int64, name="late"), comm.size - 1
+def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, closing, comm, count):
+    job, late = closing(Allreduce(segments, segments.ranks, count, np.int64, name="late")), comm.size - 1
     job.connect()
     if comm.rank == late:
         comm.Barrier()
@@ -187,7 +178,6 @@ def test_a_wait_names_the_missing_rank_and_can_be_repeated(segments, comm, count
         comm.Barrier()
     assert (job.wait() == comm.size).all()
     comm.Barrier()
-    job.close()
 
 
 def test_closing_a_running_step_does_not_leave_the_others_waiting(segments, comm):
@@ -230,7 +220,9 @@ def raises_later(_):
     ],
     ids=["reduce", "push", "in the script", "at its begin"],
 )
-def test_an_interrupted_step_is_never_taken_for_a_complete_one(segments, comm, count, where, at_start):
+def test_an_interrupted_step_is_never_taken_for_a_complete_one(
+    segments, closing, comm, count, where, at_start
+):
     if comm.size == 1 and count > 4:
         pytest.skip("one rank has no shares")
     job = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
@@ -249,15 +241,14 @@ def test_an_interrupted_step_is_never_taken_for_a_complete_one(segments, comm, c
     segments.progress()
     job.close()
     comm.Barrier()
-    again = Allreduce(segments, segments.ranks, count, np.float32, name="interrupted")
+    again = closing(Allreduce(segments, segments.ranks, count, np.float32, name="interrupted"))
     assert (again(np.ones(count)) == comm.size).all()
-    again.close()
 
 
 @pytest.mark.parametrize("count", [4, 30_000])
 @pytest.mark.filterwarnings("error")
-def test_floating_point_errors_are_results(segments, comm, count):
-    job = Allreduce(segments, segments.ranks, count, np.float32, "mean", name="infinite")
+def test_floating_point_errors_are_results(segments, closing, comm, count):
+    job = closing(Allreduce(segments, segments.ranks, count, np.float32, "mean", name="infinite"))
     with np.errstate(all="raise"):
         job.active[:] = 1
         job.active[:2] = 3e38, -np.inf if comm.rank else np.inf
@@ -266,7 +257,6 @@ def test_floating_point_errors_are_results(segments, comm, count):
     assert (result[2:] == 1).all()
     if comm.size > 1:
         assert np.isinf(result[0]) and np.isnan(result[1])
-    job.close()
 
 
 @pytest.mark.parametrize("count", [3, 20_000])

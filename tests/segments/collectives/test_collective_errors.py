@@ -30,7 +30,8 @@ BUILT = [
     (ShapeError, "numbers of elements", lambda s: Allgather(s, s.ranks, [1] * (len(s.ranks) + 1))),
     (ShapeError, "no segment holds an array of", *(lambda s, m=m, d=d: m(s, s.ranks, 3, d)
         for m in (Allgather, Bcast) for d in ("float5", "O", "S", np.dtype(("f4", (2,)))))),
-    (ShapeError, "integer, at least 0, got -1", lambda s: Allreduce(s, s.ranks, -1)),
+    (ShapeError, r"integer, at least 0, got (-1|1\.5)", *(lambda s, n=n: Allreduce(s, s.ranks, n)
+        for n in (-1, 1.5))),
     (PartitionError, "root is one of the ranks", lambda s: Bcast(s, s.ranks, 1, root=99)),
     (PartitionError, "of the machine", lambda s: Allreduce(s, (s.rank, 99), 1),
      lambda s: Group(s, (s.rank, 17))),
@@ -100,26 +101,19 @@ def test_ranks_that_mean_something_else_by_a_name_learn_what_and_what_is_closed_
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_mismatch_says_which_arguments_differ_with_both_values(segments, comm):
+def test_a_mismatch_says_which_arguments_differ_with_both_values(segments, closing, comm):
     nodes, odd = len(segments.segment.direct_nodes), comm.rank % 2
     if 1 < nodes < comm.size:
         pytest.skip("who meets nobody that differs would wait for those who gave up")
-    jobs = {
-        r"count is 3000\d on rank \d and 3000\d on rank \d": Allreduce(
-            segments, segments.ranks, 30_000 + comm.rank, name="differs"
-        ),
-        r"dtype is float\d\d on rank \d and float\d\d on rank \d\)": Allreduce(
-            segments, segments.ranks, 4, (np.float32, np.float64)[odd], name="differs"
-        ),
-        r"op is (sum|max) on rank \d and (sum|max) on rank \d\)": Allreduce(
-            segments, segments.ranks, 4, np.float32, ("sum", "max")[odd], name="differs"
-        ),
-        r"root is [01] on rank \d and [01] on rank \d\)": Bcast(
-            segments, segments.ranks, 4, np.float32, odd, name="differs"
-        ),
-    }
-    for words, job in [*jobs.items()][: 1 if nodes > 1 else None]:
-        with pytest.raises(MismatchError, match=f"'differs.*{words}"):
+    jobs = [
+        ("count", r"3000\d", Allreduce, (30_000 + comm.rank,)),
+        ("dtype", r"float\d\d", Allreduce, (4, (np.float32, np.float64)[odd])),
+        ("op", "(sum|max)", Allreduce, (4, np.float32, ("sum", "max")[odd])),
+        ("root", "[01]", Bcast, (4, np.float32, odd)),
+    ]
+    for what, value, make, given in jobs[: 1 if nodes > 1 else None]:
+        job = closing(make(segments, segments.ranks, *given, name="differs"))
+        words = rf"'differs.*{what} is {value} on rank \d and {value} on rank \d"
+        with pytest.raises(MismatchError, match=words if what == "count" else rf"{words}\)"):
             job.connect()
         comm.Barrier()
-        job.close()

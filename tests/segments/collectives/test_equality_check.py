@@ -1,7 +1,7 @@
 """Votes: whether a few words are alike on all ranks, and between which numbers they are if not."""
 
-import random
 import time
+from random import Random
 
 import pytest
 
@@ -13,11 +13,11 @@ from tests.segments.collectives.test_node_layout import machine_nodes
 
 
 @pytest.mark.mpi
-def test_alike_is_what_all_ranks_say(segments, comm):
+def test_alike_is_what_all_ranks_say(segments, closing, comm):
     vote, same, mine = (
-        EqualityCheck(segments, segments.ranks[::-1], "it"),
-        random.Random(3),
-        random.Random(comm.rank),
+        closing(EqualityCheck(segments, segments.ranks[::-1], "it")),
+        Random(3),
+        Random(comm.rank),
     )
     for epoch in range(300):
         odd, position = same.random() < 0.3, same.randrange(4)
@@ -31,26 +31,30 @@ def test_alike_is_what_all_ranks_say(segments, comm):
         columns = list(zip(*words, strict=True))
         assert vote.wait() == all(len(set(column)) == 1 for column in columns)
         assert vote.smallest == tuple(map(min, columns)) and vote.largest == tuple(map(max, columns))
-    vote.close()
+
+
+@pytest.fixture
+def vote(segments, closing):
+    made = closing(EqualityCheck(segments, segments.ranks, "it"))
+    made.connect()
+    return made
 
 
 @pytest.mark.mpi
-def test_one_that_nobody_waited_for_is_over_before_the_next(segments, comm):
-    vote = EqualityCheck(segments, segments.ranks, "given up")
+def test_one_that_nobody_waited_for_is_over_before_the_next(vote, comm):
     for epoch in range(20):
         vote.start("first", comm.rank, 0, 0, 0)
         vote.start("second", epoch, 0, 0, 0)
         assert vote.wait()
     vote.close()
     vote.close()
-    with pytest.raises(ClosedError, match="equality check 'given up': already closed"):
+    with pytest.raises(ClosedError, match="equality check 'it': already closed"):
         vote.start("late", 0, 0, 0, 0)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_who_is_waited_for_is_named_with_what_for(segments, comm):
-    vote, last = EqualityCheck(segments, segments.ranks, "names"), comm.size - 1
-    vote.connect()
+def test_who_is_waited_for_is_named_with_what_for(vote, segments, comm):
+    last = comm.size - 1
     if comm.rank != last:
         vote.start("enc1", 1, 2, 3, 4)
         with pytest.raises(ExchangeTimeout, match=r"to send in 'enc1' \(epoch 1, last seen 0\)") as caught:
@@ -61,7 +65,6 @@ def test_who_is_waited_for_is_named_with_what_for(segments, comm):
     if comm.rank == last:
         vote.start("enc1", 1, 2, 3, 4)
     assert vote.wait()
-    vote.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -76,19 +79,17 @@ def test_other_ranks_are_another_vote(segments, comm):
 
 
 @pytest.mark.mpi
-def test_the_counters_are_what_was_counted_beforehand(segments, comm):
-    layout = NodeLayout(segments.ranks, segments.segment.direct_nodes, comm.rank)
-    vote = EqualityCheck(segments, segments.ranks, "counted")
-    vote.connect()
-    expected, counters = vote_traffic(layout), segments.counters
+def test_the_counters_are_what_was_counted_beforehand(vote, segments, comm):
+    expected = vote_traffic(NodeLayout(segments.ranks, segments.segment.direct_nodes, comm.rank))
+    names = "puts", "bytes_put", "gets", "bytes_got"
     for same in (True, False):
-        before = counters.puts, counters.bytes_put, counters.gets, counters.bytes_got
+        before = [getattr(segments.counters, name) for name in names]
         vote.start("it", 0 if same else comm.rank, 0, 0, 0)
         vote.wait()
-        after = counters.puts, counters.bytes_put, counters.gets, counters.bytes_got
-        moved = tuple(a - b for a, b in zip(after, before, strict=True))
-        assert moved == (expected.puts, expected.bytes_put, expected.gets, expected.bytes_got)
-    vote.close()
+        moved = {
+            name: getattr(segments.counters, name) - was for name, was in zip(names, before, strict=True)
+        }
+        assert moved == {name: getattr(expected, name) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -146,21 +147,17 @@ def test_the_board_stays_until_all_ranks_of_the_node_have_read_it(segments, comm
 
 
 @pytest.mark.mpi
-def test_whoever_was_overtaken_does_not_take_what_is_said_later(segments, comm):
-    vote = EqualityCheck(segments, segments.ranks, "overtaken")
+def test_whoever_was_overtaken_does_not_take_what_is_said_later(vote, comm):
     first = vote.start("first", 1, 0, 0, 0)
     second = vote.start("second", comm.rank, 0, 0, 0)
     assert (first, second) == (1, 2)
-    with pytest.raises(ProtocolError, match=r"'overtaken': epoch 1 was overtaken, by 'second'"):
+    with pytest.raises(ProtocolError, match=r"'it': epoch 1 was overtaken, by 'second'"):
         vote.wait(epoch=first)
     assert vote.wait(epoch=second) == (comm.size == 1)
-    vote.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
-    vote = EqualityCheck(segments, segments.ranks, "again")
-    vote.connect()
+def test_what_is_said_again_after_a_timeout_is_the_same_epoch(vote, comm):
     for epoch in range(1, 4):
         late = epoch % comm.size
         if comm.rank != late:
@@ -172,14 +169,11 @@ def test_what_is_said_again_after_a_timeout_is_the_same_epoch(segments, comm):
         assert vote.start("it", epoch, 0, 0, 0) == epoch
         assert vote.wait()
         comm.Barrier()
-    vote.close()
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("given_up", [False, True], ids=["waited for again", "given up"])
-def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(segments, comm, given_up):
-    vote = EqualityCheck(segments, segments.ranks, "long ago")
-    vote.connect()
+def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(vote, comm, given_up):
     if comm.rank == 0:
         vote.start("first", 1, 0, 0, 0)
         with pytest.raises(ExchangeTimeout):
@@ -193,13 +187,10 @@ def test_a_timeout_of_long_ago_makes_no_call_a_repeated_one(segments, comm, give
     # All ranks refuse the first of them.
     assert [vote.start("second", 2, 0, 0, 0) for _ in range(2)] == [2, 3]
     assert vote.wait()
-    vote.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, comm, monkeypatch):
-    vote = EqualityCheck(segments, segments.ranks, "not begun")
-    vote.connect()
+def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(vote, segments, comm, monkeypatch):
     if comm.rank == 0:
         # Refused after that, and called again before the others have come.
         assert vote.start("it", 1, 0, 0, 0) == 1
@@ -212,7 +203,6 @@ def test_a_timeout_before_a_call_begins_makes_it_not_the_one_before(segments, co
         assert vote.start("it", 1, 0, 0, 0) == 1
     assert vote.start("it", 1, 0, 0, 0) == 2
     assert vote.wait()
-    vote.close()
 
 
 @pytest.mark.mpi(min_size=3)
@@ -242,34 +232,28 @@ def test_the_board_is_not_used_again_where_only_some_ranks_are_connected(comm):
 
 
 @pytest.mark.mpi
-def test_all_learn_the_largest_number_at_a_barrier(segments, comm):
-    barrier, draw = EqualityCheck(segments, segments.ranks[::-1], "largest"), random.Random(3)
+def test_all_learn_the_largest_number_at_a_barrier(segments, closing, comm):
+    barrier, draw = closing(EqualityCheck(segments, segments.ranks[::-1], "largest")), Random(3)
     for _ in range(100):
         numbers = [draw.randrange(1 << 32) for _ in segments.ranks]
         assert barrier.meet(number=numbers[comm.rank]) == max(numbers)
-    barrier.close()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_number_of_a_barrier_that_timed_out_counts(segments, comm):
-    barrier = EqualityCheck(segments, segments.ranks, "repeated")
-    barrier.connect()
+def test_the_number_of_a_barrier_that_timed_out_counts(vote, comm):
     comm.Barrier()
     if comm.rank == 0:
-        with pytest.raises(ExchangeTimeout, match=r"to reach 'repeated' \(epoch 1\)"):
-            barrier.meet(timeout=0.02, number=7)
+        with pytest.raises(ExchangeTimeout, match=r"to reach 'it' \(epoch 1\)"):
+            vote.meet(timeout=0.02, number=7)
     comm.Barrier()
-    assert barrier.meet(number=5 if comm.rank else 9) == 7
-    barrier.close()
+    assert vote.meet(number=5 if comm.rank else 9) == 7
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.processes
-def test_a_rank_that_goes_on_in_a_call_of_mpi_leaves_nobody_waiting(segments, comm):
+def test_a_rank_that_goes_on_in_a_call_of_mpi_leaves_nobody_waiting(vote, comm):
     # MPI lets no progress thread in, in some of its blocking calls.
-    vote = EqualityCheck(segments, segments.ranks, "then MPI")
     for epoch in range(20):
         time.sleep(0.01 * (comm.rank == 1))
         vote.start("it", epoch, 0, 0, 0)
         assert vote.wait() and comm.allreduce(1) == comm.size
-    vote.close()

@@ -13,11 +13,10 @@ from distdl_rma.segments import Group
 pytestmark = pytest.mark.mpi
 
 
-def test_nobody_passes_a_barrier_before_all_have_come(segments, comm):
-    group, mine = Group(segments), random.Random(comm.rank)
+def test_nobody_passes_a_barrier_before_all_have_come(segments, closing, comm):
+    group, mine = closing(Group(segments)), random.Random(comm.rank)
     come = segments.get_segment_buffer(8)
-    everyone = {rank: () for rank in segments.ranks if rank != comm.rank}
-    peers = come.exchange(everyone, "come") if everyone else {}
+    peers = come.exchange(dict.fromkeys(segments.ranks, ()), "come")
     come.view(np.int64, (1,))[0] = 0
     group.barrier()
     for epoch in range(1, 60):
@@ -28,14 +27,12 @@ def test_nobody_passes_a_barrier_before_all_have_come(segments, comm):
         for peer in peers.values():
             assert peer.fetch_add(0, 0) >= epoch
     group.barrier()
-    group.close()
     come.free()
 
 
-def test_a_barrier_names_who_is_missing_and_can_be_repeated(segments, comm):
-    if comm.size == 1:
-        pytest.skip("nobody can be missing")
-    group = Group(segments, name="team")
+@pytest.mark.mpi(min_size=2)
+def test_a_barrier_names_who_is_missing_and_can_be_repeated(segments, closing, comm):
+    group = closing(Group(segments, name="team"))
     group.barrier()
     late = comm.size - 1
     for _ in range(2):
@@ -54,14 +51,14 @@ def test_a_barrier_names_who_is_missing_and_can_be_repeated(segments, comm):
                 missing = str(caught.value)
             comm.Barrier()
         group.barrier()
-    group.close()
 
 
-def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
-    group, second = Group(segments, name="left"), Group(segments, name="other")
+@pytest.mark.mpi(min_size=2)
+def test_who_gave_up_waiting_still_lets_the_others_through(segments, closing, comm):
+    group, second = (closing(Group(segments, name=name)) for name in ("left", "other"))
     second.barrier()
     group.barrier()
-    if comm.rank == 0 and comm.size > 1:
+    if comm.rank == 0:
         with pytest.raises(ExchangeTimeout):
             group.barrier(timeout=0.05)
         comm.Barrier()
@@ -72,8 +69,6 @@ def test_who_gave_up_waiting_still_lets_the_others_through(segments, comm):
         comm.Barrier()
         group.barrier()
         second.barrier()
-    group.close()
-    second.close()
 
 
 def test_a_group_that_is_dropped_by_all_gives_its_memory_back(segments, comm):
@@ -85,14 +80,13 @@ def test_a_group_that_is_dropped_by_all_gives_its_memory_back(segments, comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_first_rank_that_means_something_else_is_noticed_on_its_node_and_by_one_rank_of_each_other(
-    segments, comm
+    segments, closing
 ):
     name = "other" if segments.rank == 0 else "same"
-    job = Group(segments).broadcast(5, np.int64, name=name)
+    job = closing(Group(segments).broadcast(5, np.int64, name=name))
     node = next(node for node in segments.segment.direct_nodes if segments.rank in node)
     if 0 in node or segments.rank == node[0]:
         with pytest.raises(MismatchError, match=r"'(other|same)( \(connect\))?' but rank \d connects"):
             job.connect()
     else:
         job.connect()
-    job.close()

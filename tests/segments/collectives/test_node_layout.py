@@ -6,10 +6,9 @@ from doctest import DocTestFinder, DocTestRunner
 
 import pytest
 
-from distdl_rma.errors import PartitionError, ShapeError
 from distdl_rma.segments.collectives.allreduce import all_push_is_better
 from distdl_rma.segments.collectives.equality_check import turns_between_leaders
-from distdl_rma.segments.collectives.node_layout import NodeLayout, check_count
+from distdl_rma.segments.collectives.node_layout import NodeLayout
 
 
 def machine_nodes(size, per_node):
@@ -36,13 +35,6 @@ def test_shares_of_a_node_are_the_whole_vector_and_meet_the_same_share_elsewhere
         shares = [NodeLayout(tuple(order), nodes, rank).share(count) for rank in layout.same_share]
         assert all(share == shares[0] for share in shares)
         assert len(layout.same_share) == (0 if layout.my_share is None else len(layout.nodes))
-
-
-def test_wrong_numbers_are_named():
-    with pytest.raises(ShapeError, match="'x': a number of elements is an integer"):
-        check_count(1.5, "x")
-    with pytest.raises(PartitionError, match="'x': ranks must be unique"):
-        NodeLayout.checked((0, 0), ((0, 1),), 0, "x")
 
 
 @pytest.mark.parametrize("function", [turns_between_leaders, all_push_is_better])

@@ -8,12 +8,6 @@ from distdl_rma.segments.waiting.header import HEADER_BYTES
 
 
 @pytest.fixture
-def there(meet, comm):
-    """Buffer of the next rank, with room for a few kilobytes."""
-    return meet(1 << 15, 4)[1][(comm.rank + 1) % comm.size]
-
-
-@pytest.fixture
 def unanswered(monkeypatch):
     """Function after which no get of a peer's buffer is answered, but for those of its header.
 

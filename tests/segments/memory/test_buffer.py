@@ -30,22 +30,17 @@ def test_address_exchange_that_times_out_can_be_repeated(machine, comm):
 @pytest.mark.mpi(min_size=2)
 def test_exchange_of_different_things_raises_on_both_sides(machine, comm):
     if comm.rank < 2:
+        me, other = comm.rank, 1 - comm.rank
         buffer = machine.segments.get_segment_buffer(8)
-        mine, theirs = f"thing of {comm.rank}", f"thing of {1 - comm.rank}"
-        with pytest.raises(MismatchError, match=f"{mine}.*{theirs}"):
-            buffer.exchange({1 - comm.rank: ()}, mine)
-        with pytest.raises(MismatchError, match="the same name, another plan"):
-            buffer.exchange({1 - comm.rank: ()}, "same", fingerprint=comm.rank)
-        buffer.free()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_long_labels_are_compared_to_their_end(machine, comm):
-    if comm.rank < 2:
-        buffer = machine.segments.get_segment_buffer(8)
-        with pytest.raises(MismatchError, match="same first 120 bytes"):
-            buffer.exchange({1 - comm.rank: ()}, "x" * 120 + str(comm.rank))
-        assert buffer.exchange({1 - comm.rank: ()}, "x" * 200)
+        for label, plan, words in (
+            (f"thing of {me}", 0, f"thing of {me}.*thing of {other}"),
+            ("same", me, "the same name, another plan"),
+            # Long ones are compared to their end.
+            ("x" * 120 + str(me), 0, "same first 120 bytes"),
+        ):
+            with pytest.raises(MismatchError, match=words):
+                buffer.exchange([other], label, plan)
+        assert buffer.exchange([other], "x" * 200)
         buffer.free()
 
 

@@ -174,9 +174,7 @@ def test_what_is_refused_says_why_moves_nothing_and_leaves_the_machine_usable(ar
 def test_every_operation_after_the_close_says_so(comm, transport):
     machine = Machine(comm, segment_size="1MiB", transport=transport)
     buffer = machine.segments.get_segment_buffer(64, 2)
-    remote = buffer.exchange({(comm.rank + 1) % comm.size: (), (comm.rank - 1) % comm.size: ()})[
-        (comm.rank + 1) % comm.size
-    ]
+    remote = buffer.exchange(machine.ranks)[(comm.rank + 1) % comm.size]
     queue = machine.segments.queue()
     remote.put(b"12345678", queue=queue)
     machine.close()
@@ -192,11 +190,8 @@ def test_every_operation_after_the_close_says_so(comm, transport):
         remote.flush,
         queue.wait,
         queue.test,
-        lambda: buffer.notification(0),
         buffer.notify_test,
-        buffer.notify_waitsome,
-        lambda: buffer.notify_wait(0),
-        lambda: buffer.notify_reset(0),
+        *(lambda name=name: getattr(buffer, name)(0) for name in WAITS),
         lambda: buffer.here,
         lambda: buffer.view(np.uint8, (1,)),
         lambda: machine.segments.get_segment_buffer(8),

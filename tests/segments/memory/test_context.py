@@ -117,10 +117,10 @@ class Link:
         return not self.left
 
 
-def context(links, until):
+def context(links, until, rank=1, ranks=(4, 7, 9)):
     segment = SimpleNamespace(nbytes=1 << 12, link=links.__getitem__, lock=threading.RLock())
-    comm = SimpleNamespace(rank=1)
-    return SegmentContext(comm, (4, 7, 9), segment, SimpleNamespace(until=until, counters=Counters()))
+    waiter = SimpleNamespace(until=until, counters=Counters())
+    return SegmentContext(SimpleNamespace(rank=rank), ranks, segment, waiter)
 
 
 def test_a_flush_closes_all_deliveries_before_it_waits_for_any_and_names_those_that_are_late():
@@ -141,12 +141,7 @@ def test_a_flush_closes_all_deliveries_before_it_waits_for_any_and_names_those_t
 def test_numbers_of_notifications_begin_far_from_each_other():
     one, another = (context({}, None) for _ in range(2))
     assert next(one.sequence) == next(another.sequence)
-    another.ranks, other = (
-        (7,),
-        SegmentContext(
-            SimpleNamespace(rank=0), (5,), SimpleNamespace(nbytes=64), SimpleNamespace(counters=Counters())
-        ),
-    )
+    other = context({}, None, rank=0, ranks=(5,))
     assert abs(next(other.sequence) - next(one.sequence)) > 1000
 
 
@@ -200,9 +195,8 @@ def test_a_machine_closes_with_operations_in_flight_and_queues_forgotten(comm, t
         for remote in remotes.values():
             remote.put(np.ones(1 << 20, np.uint8), queue=queue)
             remote.get(np.empty(1 << 20, np.uint8), 1 << 20, machine.segments.queue("forgotten"))
-            remote.put_list(
-                [(np.ones(1 << 10, np.uint8), (2 << 20) + at) for at in range(0, 1 << 20, 2 << 10)]
-            )
+            places = range(2 << 20, 3 << 20, 2 << 10)
+            remote.put_list([(np.ones(1 << 10, np.uint8), at) for at in places])
         remotes[(comm.rank + 1) % comm.size].notify(0)
         gc.collect()
         machine.close()

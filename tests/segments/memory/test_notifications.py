@@ -25,9 +25,7 @@ def test_waitsome_finds_the_lowest_of_its_range_and_leaves_it_set(own):
     assert buffer.notify_waitsome() == 2 == buffer.notify_waitsome()
     assert buffer.notify_waitsome(3) == 4 and buffer.notify_waitsome(5, 3) == 6
     assert buffer.notify_waitsome(np.int8(6), np.uint8(1)) == 6
-    assert (
-        buffer.notify_test(0, 2) is None and buffer.notify_test(7) is None and buffer.notify_test(8) is None
-    )
+    assert all(buffer.notify_test(*given) is None for given in ((0, 2), (7,), (8,)))
     with pytest.raises(ExchangeTimeout, match="one of notifications 0 to 1 of buffer 'test'"):
         buffer.notify_waitsome(0, 2, timeout=0.01)
     with pytest.raises(ExchangeTimeout, match="notification 7 of buffer 'test'"):

@@ -37,6 +37,14 @@ FORMS = {
     "tensor": lambda x: torch.from_numpy(x) if x.dtype.isnative and x.dtype.names is None else x,
     "tensor, cut": lambda x: torch.from_numpy(x.view(np.uint8).copy())[::3],
 }
+REFUSED = {
+    "offset": lambda remote: remote.put(b"12", remote.nbytes - 1),
+    "index": lambda remote: remote.put_notify(b"1", remote.notifications),
+    "value": lambda remote: remote.put_notify(b"1", 0, 1 << 32),
+    "list": lambda remote: remote.put_list_notify([(b"1", 0), (b"1", remote.nbytes)], 0),
+    "queue": lambda remote: remote.put(b"1", 0, "a"),
+    "word": lambda remote: remote.fetch_add(4, 1),
+}
 KINDS = (int, np.int16, np.uint16, np.int64)
 RANK, DRAW = st.integers(0, 11), st.integers(0, 1 << 40)
 QUEUE = st.sampled_from((None, "a", "b"))
@@ -339,26 +347,13 @@ class Programs(RuleBasedStateMachine):
             assert call() == (None if op == "store" else was)
             assert remote.atomic_load(at) == model[0]
 
-    @rule(
-        writer=RANK,
-        reader=RANK,
-        wrong=st.sampled_from(("offset", "index", "value", "list", "queue", "word")),
-    )
+    @rule(writer=RANK, reader=RANK, wrong=st.sampled_from(sorted(REFUSED)))
     @mine
     def refused(self, writer, reader, wrong):
         """Nothing moves, and all goes on."""
         if remote := self.acting(writer % self.size, reader % self.size):
-            end = remote.nbytes
-            calls = {
-                "offset": lambda: remote.put(b"12", end - 1),
-                "index": lambda: remote.put_notify(b"1", self.size * (NOTES + 1)),
-                "value": lambda: remote.put_notify(b"1", 0, 1 << 32),
-                "list": lambda: remote.put_list_notify([(b"1", 0), (b"1", end)], 0),
-                "queue": lambda: remote.put(b"1", 0, "a"),
-                "word": lambda: remote.fetch_add(4, 1),
-            }
             with pytest.raises((ArgumentError, ShapeError)):
-                calls[wrong]()
+                REFUSED[wrong](remote)
 
     @rule(group=st.booleans(), renew=st.sampled_from((False, False, True)))
     def meet(self, group, renew):

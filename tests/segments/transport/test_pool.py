@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict
 
 import numpy as np
+import pytest
 import torch
 
 from distdl_rma.segments.transport.pool import Pool
@@ -14,6 +15,10 @@ SHAPE, NBYTES = (1 << 16, 2), 1 << 19
 
 def tensor(pool):
     return torch.from_numpy(pool.array(SHAPE, np.float32))
+
+
+def address(x):
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data
 
 
 def test_arrays_have_memory_of_their_own_at_a_cache_line():
@@ -26,27 +31,25 @@ def test_arrays_have_memory_of_their_own_at_a_cache_line():
     assert pool.array((0, 3), np.int64).shape == (0, 3)
 
 
-def test_views_of_numpy_keep_the_memory():
+@pytest.mark.parametrize(
+    ("make", "part_of"),
+    [
+        (tensor, lambda x: x[1:]),
+        (lambda pool: pool.array(SHAPE, np.float32), lambda x: x[1:].view(np.int32).T),
+    ],
+    ids=["tensor", "array"],
+)
+def test_memory_is_used_again_when_its_last_view_is_dead(make, part_of):
     pool = Pool()
-    first = pool.array(SHAPE, np.float32)
-    address, part = first.ctypes.data, first[1:].view(np.int32).T
-    del first
-    assert pool.array(SHAPE, np.float32).ctypes.data != address
-    del part
-    assert address in {a.ctypes.data for a in [pool.array(SHAPE, np.float32) for _ in range(2)]}
-
-
-def test_memory_is_used_again_when_its_last_tensor_is_dead():
-    pool = Pool()
-    first = tensor(pool)
-    address, part = first.data_ptr(), first[1:]
+    first = make(pool)
+    there, part = address(first), part_of(first)
     del first
     gc.collect()
     # A view is still there.
-    assert tensor(pool).data_ptr() != address
+    assert address(make(pool)) != there
     del part
     gc.collect()
-    assert address in {t.data_ptr() for t in [tensor(pool) for _ in range(2)]}
+    assert there in {address(again) for again in [make(pool) for _ in range(2)]}
 
 
 def test_what_autograd_keeps_is_not_used_again():

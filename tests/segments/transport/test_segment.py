@@ -29,24 +29,15 @@ def made(request, comm):
     own.Free()
 
 
-def put(segment, rank, begin, data):
+def move(segment, rank, way, begin, data):
+    """Put or get bytes, by load and store where that can be."""
     link = segment.link(rank)
-    if link.memory is not None:
-        link.memory[begin : begin + data.size] = data
-        return []
-    return [link.put(ByteRuns((begin,), data.size), data)]
-
-
-def get(segment, rank, begin, out):
-    link = segment.link(rank)
-    if link.memory is not None:
-        out[:] = link.memory[begin : begin + out.size]
-        return []
-    return [link.get(ByteRuns((begin,), out.size), out)]
-
-
-def complete(segment, requests):
-    while not (segment.progress() and all(request.Test() for request in requests)):
+    request = getattr(link, way)(ByteRuns((begin,), data.size), data) if link.memory is None else None
+    if request is None:
+        there = link.memory[begin : begin + data.size]
+        np.copyto(*((there, data) if way == "put" else (data, there)))
+    link.close_delivery()
+    while not (segment.progress() and (request is None or request.Test())):
         os.sched_yield()
 
 
@@ -55,9 +46,7 @@ def test_every_rank_reaches_every_block_by_its_id_and_no_other(made, comm):
     segment.memory[:], segment.memory[:8] = 0, 255
     comm.Barrier()
     for rank in ranks:
-        begun = put(segment, rank, 64 * (1 + comm.rank), np.full(64, comm.rank + 1, np.uint8))
-        segment.link(rank).close_delivery()
-        complete(segment, begun)
+        move(segment, rank, "put", 64 * (1 + comm.rank), np.full(64, comm.rank + 1, np.uint8))
     comm.Barrier()
     segment.acquire()
     blocks = segment.memory[64 : 64 * (1 + comm.size)].reshape(comm.size, 64)
@@ -65,7 +54,7 @@ def test_every_rank_reaches_every_block_by_its_id_and_no_other(made, comm):
     assert not segment.memory[64 * (1 + comm.size) :].any()
     back = np.zeros((comm.size, 64), np.uint8)
     for at, rank in enumerate(ranks):
-        complete(segment, get(segment, rank, 64 * (1 + at), back[at]))
+        move(segment, rank, "get", 64 * (1 + at), back[at])
     assert (back == np.arange(1, comm.size + 1)[:, None]).all()
 
 

@@ -18,9 +18,14 @@ def over_seeds(function, ranks=2, nodes=2):
     return [rehearse(ranks, function, seed=seed, nodes=nodes) for seed in SEEDS]
 
 
-def window_of(comm, nbytes=64):
-    memory = np.zeros(nbytes, np.uint8)
+def window_of(comm):
+    memory = np.zeros(64, np.uint8)
     return memory, VirtualWindow.Create(memory, 1, comm=comm)
+
+
+def put(window, data, at=0):
+    """Put bytes to rank 1."""
+    return window.Rput([data, MPI.BYTE], 1, (at, data.size, MPI.BYTE))
 
 
 def test_events_happen_in_time_and_once():
@@ -38,10 +43,7 @@ def test_events_happen_in_time_and_once():
 def test_a_put_arrives_late_and_with_a_flush_at_the_latest():
     def play(comm):
         memory, window = window_of(comm)
-        request = None
-        if comm.rank == 0:
-            data = np.full(8, 7, np.uint8)
-            request = window.Rput([data, MPI.BYTE], 1, (16, 8, MPI.BYTE))
+        request = put(window, np.full(8, 7, np.uint8), 16) if comm.rank == 0 else None
         early = memory[16:24].tolist()
         comm.Barrier()
         if comm.rank == 0:
@@ -60,8 +62,7 @@ def test_the_source_of_a_put_is_read_before_its_request_is_complete_and_not_alwa
         _, window = window_of(comm)
         if comm.rank == 0:
             data = np.ones(8, np.uint8)
-            request = window.Rput([data, MPI.BYTE], 1, (0, 8, MPI.BYTE))
-            complete = request.Test()
+            complete = put(window, data).Test()
             data[:] = 2
             window.Flush(1)
             return complete, None
@@ -72,7 +73,7 @@ def test_the_source_of_a_put_is_read_before_its_request_is_complete_and_not_alwa
         memory, window = window_of(comm)
         if comm.rank == 0:
             data = np.ones(8, np.uint8)
-            window.Rput([data, MPI.BYTE], 1, (0, 8, MPI.BYTE)).Wait()
+            put(window, data).Wait()
             data[:] = 2
             window.Flush(1)
         comm.Barrier()
@@ -86,9 +87,8 @@ def test_puts_have_no_order_and_words_that_accumulate_have_one():
     def puts(comm):
         memory, window = window_of(comm)
         if comm.rank == 0:
-            data = [np.full(8, value, np.uint8) for value in (1, 2)]
-            for each in data:
-                window.Rput([each, MPI.BYTE], 1, (0, 8, MPI.BYTE))
+            for each in [np.full(8, value, np.uint8) for value in (1, 2)]:
+                put(window, each)
             window.Flush(1)
         comm.Barrier()
         return int(memory[0])
@@ -165,10 +165,11 @@ def test_a_node_is_what_its_split_says_and_messages_between_nodes_are_late():
                 comm.Irecv(np.ones(1), 0, 3).Wait()
         return others, late
 
-    for of_rank in over_seeds(play, 5, (2, 3)):
+    found = over_seeds(play, 5, (2, 3))
+    for of_rank in found:
         assert [others for others, _ in of_rank] == [[0, 1]] * 2 + [[2, 3, 4]] * 3
         assert not of_rank[0][1][0]
-    assert any(any(of_rank[0][1]) for of_rank in over_seeds(play, 5, (2, 3)))
+    assert any(any(of_rank[0][1]) for of_rank in found)
 
 
 def test_messages_of_a_rank_and_tag_keep_their_order():

@@ -133,16 +133,6 @@ def test_clauses_say_what_a_process_does():
 
 
 @pytest.mark.mpi
-def test_ranks_that_mean_the_same_get_a_communicator_in_their_order(comm):
-    for ranks in (tuple(range(comm.size))[::-1], tuple(range(comm.size))[1:], (comm.rank,)):
-        if comm.rank in ranks:
-            made = meeting.meet(comm, ranks, 30)
-            assert (made.size, made.rank) == (len(ranks), ranks.index(comm.rank))
-            made.Free()
-    comm.Barrier()
-
-
-@pytest.mark.mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.processes
 def test_progress_threads_pause_while_mpi_creates_the_communicator(comm, monkeypatch):

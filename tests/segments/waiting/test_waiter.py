@@ -219,36 +219,27 @@ def letters(manager, size=8):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_wait_in_one_machine_moves_what_was_put_in_another(pair, comm):
-    big = 2 << 20
-    first, first_peers = letters(pair[0], big)
-    second, second_peers = letters(pair[1])
-    for step in range(3):
-        if comm.rank == 0:
-            first_peers[1].put_notify(np.full(big, step, np.uint8), index=0)
-            second.notify_wait(0)
-        elif comm.rank == 1:
-            first.notify_wait(0)
-            assert (first.array == step).all()
-            second_peers[0].notify(0)
-    comm.Barrier()
-    first.free()
-    second.free()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_rank_that_waits_for_others_to_make_a_machine_moves_what_was_put_in_another(pair, comm):
+def test_who_waits_in_one_machine_or_for_another_to_be_made_moves_what_was_put_in_a_third(pair, comm):
     from distdl_rma import Machine
 
     big = 2 << 20
     first, first_peers = letters(pair[0], big)
-    if comm.rank == 0:
-        first_peers[1].put_notify(np.full(big, 7, np.uint8), index=0)
-    elif comm.rank == 1:
-        first.notify_wait(0)
-        assert (first.array == 7).all()
-    Machine(comm, segment_size="8MiB", timeout=15).close()
+    second, second_peers = letters(pair[1])
+    for step in range(4):
+        if comm.rank == 0:
+            first_peers[1].put_notify(np.full(big, step, np.uint8), index=0)
+        elif comm.rank == 1:
+            first.notify_wait(0)
+            assert (first.array == step).all()
+        if step == 3:
+            Machine(comm, segment_size="8MiB", timeout=15).close()
+        elif comm.rank == 0:
+            second.notify_wait(0)
+        elif comm.rank == 1:
+            second_peers[0].notify(0)
+    comm.Barrier()
     first.free()
+    second.free()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -319,7 +310,6 @@ def test_machine_that_failed_takes_no_steps_and_ends_no_wait_in_another():
 @pytest.mark.processes
 def test_manager_that_is_closed_or_dropped_is_none_of_the_process_any_more(comm):
     from distdl_rma.segments import SegmentManager
-    from distdl_rma.segments.waiting import waiter as waiting
 
     before = waiting._waiters
     manager = SegmentManager(comm, None, "8MiB", 15)
