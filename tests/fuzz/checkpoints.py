@@ -12,8 +12,6 @@ import os
 import random
 import re
 import resource
-import shutil
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -27,6 +25,7 @@ import torch
 from torch import nn
 
 from distdl_rma import CheckpointError, Checkpoints, DistdlError, Partition, load_checkpoint, shard
+from tests.fuzz.outcomes import folder_of_all
 
 REFUSED: Counter[str] = Counter()
 DATA, MANIFEST = "data.safetensors", "manifest.json"
@@ -37,16 +36,9 @@ SECONDS, MOST_KIB = 30, 1 << 20
 def check(P_world: Partition, comm, seed: int) -> None:
     """One job with its folder, or one damaged checkpoint, with all ranks of ``comm``."""
     rng = random.Random(seed)
-    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="fuzz-checkpoints-") if comm.rank == 0 else None))
     torch.manual_seed(seed)
-    ended = False
-    try:
+    with folder_of_all(comm) as folder:
         (damaged if rng.random() < 0.5 else Jobs)(rng, comm, P_world, folder)
-        comm.Barrier()
-        ended = True
-    finally:
-        if comm.rank == 0 or not ended:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- Jobs and their folder
@@ -145,9 +137,7 @@ class Jobs:
         return self.comm.bcast(function() if self.comm.rank == 0 else None)
 
     def seen_other(self):
-        return self.on_first(
-            lambda: {str(p): p.read_bytes() for p in sorted(self.other.rglob("*")) if p.is_file()}
-        )
+        return self.on_first(lambda: {p: p.read_bytes() for p in self.other.rglob("*") if p.is_file()})
 
     def job(self):
         self.keep, asynchronous = self.rng.choice([None, 1, 2, 3]), self.rng.random() < 0.3
@@ -156,9 +146,7 @@ class Jobs:
         self.say(f"a job, keep={self.keep}, asynchronous={asynchronous}")
         for _ in range(self.rng.randint(1, 6)):
             if alive:
-                kind = self.rng.choice(
-                    ["save", "save", "save", "restore", "restore", "foreign", "foreign", "kill"]
-                )
+                kind = self.rng.choice(["save"] * 3 + ["restore", "foreign"] * 2 + ["kill"])
                 alive = getattr(self, f"_{kind}")() is not False
         if alive:
             self.kept.close()
@@ -318,13 +306,11 @@ class Jobs:
         return self.on_first(found)
 
     def _check_texts(self):
-        found = self.on_first(
-            lambda: {
-                path.read_text()
-                for path in self.folder.rglob("*")
-                if path.is_file() and path.name not in (DATA,) and path.stat().st_size < 99
-            }
-        )
+        def texts():
+            files = (path for path in self.folder.rglob("*") if path.is_file() and path.name != DATA)
+            return {path.read_text() for path in files if path.stat().st_size < 99}
+
+        found = self.on_first(texts)
         self.fail_unless(self.texts <= found, f"files of others are lost: {self.texts - found}")
 
 
@@ -458,11 +444,8 @@ def damaged(rng, comm, P_world, folder):
     comm.Barrier()
     may_differ = comm.bcast(damage(rng, path) if comm.rank == 0 else None)
     state, wanted = made(2), text_of(saved)
-    before, begin, peak = (
-        text_of(state),
-        time.process_time(),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    )
+    before, begin = text_of(state), time.process_time()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def by_all():
         with Checkpoints(folder / "run", machine=P_world) as kept:

@@ -1,15 +1,13 @@
 """Random packed arrays of NetCDF, unpacked by the ranks, against numpy on the whole; of others, refused."""
 
 import random
-import shutil
-import tempfile
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
 from distdl_rma import DistdlError, ShapeError, shard
+from tests.fuzz.outcomes import folder_of_all
 
 REFUSED: Counter[str] = Counter()
 # Formats by the package that writes them.
@@ -25,11 +23,9 @@ def attributes(rng, stored):
         found["scale_factor"] = rng.choice([real(0.25), real(-2), np.int32(3)])
     if rng.random() < 0.5:
         found["add_offset"] = rng.choice([real(-0.5), real(100), np.int32(-7)])
-    for name in ("_FillValue", "missing_value"):
-        if rng.random() < 0.4:
+    for name, chance in (("_FillValue", 0.4), ("missing_value", 0.4), ("valid_min", 0.2)):
+        if rng.random() < chance:
             found[name] = kind(rng.choice(list(stored.flat)))
-    if rng.random() < 0.2:
-        found["valid_min"] = kind(rng.choice(list(stored.flat)))
     if rng.random() < 0.2:
         found["valid_range"] = np.array(sorted(rng.sample(range(50), 2)), kind)
     if stored.dtype.kind == "i" and rng.random() < 0.2:
@@ -114,9 +110,8 @@ def check(P_world, comm, seed):
             for name in ("scale_factor", "add_offset") if name in given
         }  # fmt: skip
     wanted, version = decoded(stored, given), rng.choice([2, 3])
-    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="distdl_rma_fuzz_") if comm.rank == 0 else None))
-    path = folder / f"x.{suffix}"
-    try:
+    with folder_of_all(comm) as folder:
+        path = folder / f"x.{suffix}"
         if comm.rank == 0:
             written(path, stored, given, version)
         comm.Barrier()
@@ -139,7 +134,3 @@ def check(P_world, comm, seed):
         block, found = np.asarray(wanted)[x.decomposition.slices()], x.to_local().numpy()
         assert found.dtype == block.dtype, f"{case}: {found.dtype}, wanted {block.dtype}"
         np.testing.assert_array_equal(found, block, case)
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
