@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from unittest import mock
@@ -214,9 +215,8 @@ class Jobs:
                 newer = {step} | {step_of(each) for each in counted(before) if step_of(each) <= step}
                 newer = {each for each in newer if COUNTED.fullmatch(name) and each > step_of(name)}
                 old = COUNTED.fullmatch(name) and self.keep is not None and len(newer) >= self.keep
-                replaced = COUNTED.fullmatch(name) and (
-                    step_of(name) == step or (name.endswith(".old") and name[:-4] in before)
-                )
+                other = name.endswith(".old") and name[:-4] in before
+                replaced = COUNTED.fullmatch(name) and (step_of(name) == step or other)
                 self.fail_unless((published and (old or replaced)) or replaced, f"lost {name}")
         newest = found[counted(found)[0]] if counted(found) else None
         self.fail_unless(newest == self.number if published else newest in (None, *before.values()), "newest")
@@ -319,7 +319,7 @@ class Jobs:
 VALUES = [
     None, -1, 0, 7, 1 << 40, 1 << 70, -(1 << 70), 1e308, 8.0, float("nan"), float("inf"), "../../x", "", "8",
     [], {}, True, [[[]]], [1], [[3], 1 << 40], {"dtype": "load"}, {"dtype": "float32"}, {"tensor": "nowhere"},
-    {"a": 1}, {"tensor": "ema/weight"}, {"scalar": ["float32", "x"]}, {"scalar": ["float32", [1, 2]]},
+    {"a": 1}, {"tensor": "ema/0.weight"}, {"scalar": ["float32", "x"]}, {"scalar": ["float32", [1, 2]]},
     {"bytes": "###"}, {"a": 1, "b": 2}, "x" * 1000, {"complex": ["a", 1]}, {"tuple": 5}, {"dict": [[[1], 2]]},
     {"elements": ["|O", [1], {"tensor": "loose/value"}]}, {"masked": [1, 2, 3, 4]}, {"dict": []},
     {"array": 3},
@@ -337,12 +337,12 @@ TEXTS = (
 
 def made(fill):
     torch.manual_seed(fill)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model, ema = (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)) for _ in range(2))
     optimizer = torch.optim.Adam([*model.parameters(), loose := nn.Parameter(torch.rand(5))], lr=0.1 * fill)
     (model(torch.rand(2, 1, 5, 5)).square().mean() + loose.sum()).backward()
     optimizer.step()
     return {
-        "model": model, "optimizer": optimizer, "ema": nn.Linear(3, 2), "loose": loose, "best": 1.5 * fill,
+        "model": model, "optimizer": optimizer, "ema": ema, "loose": loose, "best": 1.5 * fill,
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]),
         "plain": {"t": torch.rand(3, 4), "l": [1, (2, {"a": 3})], "s": {1, "a"}, "n": np.float32(fill)},
         "big": np.arange(3, dtype=">i2") * fill,
@@ -397,10 +397,8 @@ def damage(rng, step):
         (step / MANIFEST).write_bytes(rng.choice(TEXTS).encode(rng.choice(["utf-8", "utf-8", "utf-16"])))
     elif kind == "odd":
         file.unlink()
-        odd = [file.mkdir, lambda: os.mkfifo(file), list]
-        rng.choice(
-            [*odd, *(lambda to=to: file.symlink_to(to) for to in ("/dev/zero", file, "/etc/passwd"))]
-        )()
+        links = (partial(file.symlink_to, to) for to in ("/dev/zero", file, "/etc/passwd"))
+        rng.choice([file.mkdir, partial(os.mkfifo, file), list, *links])()
     else:
         body, text = json.loads((step / MANIFEST).read_text())["body"], ""
         for _ in range(rng.choice([1, 1, 1, 2, 3])):

@@ -190,9 +190,8 @@ def _npy(rng, folder):
             ["<f4", "|O", "|V0", "<U0", "<U1", "|V4", "<f16", "zz", "|b1", [("a", "<f4"), ("b", "|O")]]
         )
         shape = tuple(rng.choice([*NUMBERS, 1 << 70, 2.5, "x"]) for _ in range(rng.choice([0, 1, 2, 3, 65])))
-        header = (
-            f"{{'descr': {kind!r}, 'fortran_order': {rng.choice([True, False, 1])}, 'shape': {shape}, }}\n"
-        )
+        order = rng.choice([True, False, 1])
+        header = f"{{'descr': {kind!r}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
         version, length = rng.choice([1, 1, 2, 3, 9]), rng.choice([len(header)] * 4 + [0, 60000, 0xFFFFFFF0])
         width = 2 if version == 1 else 4
         raw = b"\x93NUMPY" + bytes((version, 0)) + (length & ((1 << 8 * width) - 1)).to_bytes(width, "little")
@@ -250,10 +249,8 @@ def _zarr(rng, folder):
     import zarr
 
     version = rng.choice([2, 3]) if rng else 3
-    x = zarr.create_array(
-        str(path := folder / "x.zarr"), shape=WHOLE.shape, dtype="f4", chunks=(2, 5, 3), zarr_format=version
-    )
-    x[...] = WHOLE
+    path = folder / "x.zarr"
+    zarr.create_array(str(path), data=WHOLE, chunks=(2, 5, 3), zarr_format=version)
     if rng is None:
         return path
     header = path / ("zarr.json" if version == 3 else ".zarray")
@@ -266,9 +263,8 @@ def _zarr(rng, folder):
         header.write_text(json.dumps(meta))
     elif how < 0.75:
         codec = {"id": "pickle"}
-        changes = rng.choice(
-            [{"filters": [codec]}, {"compressor": codec}, {"dtype": "|O", "filters": [codec]}]
-        )
+        filters = {"filters": [codec]}
+        changes = rng.choice([filters, {"compressor": codec}, {"dtype": "|O", **filters}])
         if version == 3:
             changes = {"codecs": [{"name": rng.choice(["pickle", "numcodecs.pickle"]), "configuration": {}}]}
         header.write_text(json.dumps(json.loads(header.read_text()) | changes))

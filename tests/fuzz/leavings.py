@@ -203,9 +203,8 @@ def compare(P_world: Partition, comm: MPI.Intracomm, rng: random.Random, seed: i
     shape = [1, 1, 2, 2] if comm.size == 4 and rng.random() < 0.3 else shape
     alone = Model(found["act"], seed)
     checks = rng.random() < 0.7
-    split = distribute(
-        copy.deepcopy(alone), P_world.create_cartesian_topology_partition(shape), check_copies=checks
-    )
+    grid = P_world.create_cartesian_topology_partition(shape)
+    split = distribute(copy.deepcopy(alone), grid, check_copies=checks)
     what = f"{text}in {mode.__name__}, on {shape}, checks {checks}"
     try:
         for step in range(rng.randint(1, 3)):

@@ -8,6 +8,7 @@ import numpy as np
 
 from distdl_rma import DistdlError, ShapeError, shard
 from tests.fuzz.outcomes import folder_of_all
+from tests.layers.sources.test_packed import netcdf
 
 REFUSED: Counter[str] = Counter()
 # Formats by the package that writes them.
@@ -62,16 +63,7 @@ def decoded(stored, given):
 def written(path, stored, given, version):
     """Write the stored elements and their attributes."""
     if path.suffix == ".nc":
-        import netCDF4
-
-        with netCDF4.Dataset(path, "w") as file:
-            for d, extent in enumerate(stored.shape):
-                file.createDimension(f"d{d}", extent)
-            dims, fill = [f"d{d}" for d in range(stored.ndim)], given.get("_FillValue", False)
-            x = file.createVariable("x", stored.dtype.newbyteorder("="), dims, fill_value=fill)
-            x.setncatts({name: value for name, value in given.items() if name != "_FillValue"})
-            x.set_auto_maskandscale(False)
-            x[...] = stored
+        netcdf(path, stored.astype(stored.dtype.newbyteorder("=")), given)
     elif path.suffix == ".h5":
         import h5py
 
@@ -81,13 +73,8 @@ def written(path, stored, given, version):
     else:
         import zarr
 
-        x = zarr.create_array(
-            str(path), shape=stored.shape, chunks=(3,) * stored.ndim, dtype=stored.dtype, zarr_format=version
-        )
-        x[...] = stored
-        x.attrs.update(
-            {name: getattr(value, "tolist", lambda text=value: text)() for name, value in given.items()}
-        )
+        x = zarr.create_array(str(path), data=stored, chunks=(3,) * stored.ndim, zarr_format=version)
+        x.attrs.update({name: getattr(value, "tolist", value.__str__)() for name, value in given.items()})
 
 
 def check(P_world, comm, seed):
