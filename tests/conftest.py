@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -111,6 +112,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
     monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
     return register()
+
+
+@pytest.fixture
+def pinned_matplotlib() -> None:
+    """Skip a test where another matplotlib has drawn the pictures of the documentation."""
+    import matplotlib as mpl
+
+    constraints = (Path(__file__).parents[1] / "constraints.txt").read_text()
+    (pinned,) = re.findall(r"^matplotlib==(.*)$", constraints, re.MULTILINE)
+    if mpl.__version__ != pinned:
+        pytest.skip(f"pictures were drawn by matplotlib {pinned}, this is {mpl.__version__}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -141,9 +141,10 @@ def test_the_first_script_of_the_readme_is_complete_and_changes_three_lines() ->
 def test_make_targets_and_variables_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    variables = set(re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE)) | set(
-        re.findall(r"\$\(([A-Z]+)\)", makefile)
-    )
+    variables = {
+        *re.findall(r"^([A-Z_]+) \?=", makefile, re.MULTILINE),
+        *re.findall(r"\$\(([A-Z]+)\)", makefile),
+    }
     for call in re.findall(r"\bmake((?: [\w=.-]+)+)", commands(page)):
         for word in call.split():
             variable, assigned, _ = word.partition("=")
@@ -162,14 +163,13 @@ def test_the_readme_names_the_two_commands() -> None:
 
 def test_documented_environment_variables_are_those_of_the_source() -> None:
     pattern = re.compile(r"\bDISTDL_RMA_[A-Z_]+\b")
-    source = {
-        found for file in (ROOT / "distdl_rma").rglob("*.py") for found in pattern.findall(file.read_text())
-    }
-    documented = {found for page in ALL_PAGES for found in pattern.findall(page.read_text())}
-    assert documented == source
-    assert set(pattern.findall((ROOT / "docs" / "clusters.md").read_text())) == source, (
-        "the page about clusters has all of them"
-    )
+
+    def named(files: Iterable[Path]) -> set[str]:
+        return {found for file in files for found in pattern.findall(file.read_text())}
+
+    source = named((ROOT / "distdl_rma").rglob("*.py"))
+    # The page about clusters has all of them.
+    assert named(ALL_PAGES) == named([ROOT / "docs" / "clusters.md"]) == source
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name)

@@ -107,7 +107,7 @@ def _printed(ranks, body, **changes):
     return ours, err.count("Traceback (most recent call last)"), err
 
 
-def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other():
+def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other_but_for_who_wants_all():
     body = CONV + "if comm.rank == 1:\n    raise ValueError('wrong')\nlayer(x)\n"
     lines, tracebacks, err = _printed(3, body)
     assert tracebacks == 1 and "runpy" not in err and "mpi4py/" not in err
@@ -115,6 +115,8 @@ def test_an_error_of_one_rank_is_one_traceback_and_a_line_on_each_other():
     for rank, line in zip((0, 2), lines, strict=True):
         assert line.startswith(f"distdl_rma: rank {rank} ended at <string>:")
         assert "PeerFailedError: rank 1 failed: ValueError: wrong; rank" in line
+    lines, tracebacks, err = _printed(3, body, DISTDL_RMA_FULL_TRACEBACKS="1")
+    assert tracebacks == 3 and not lines and "runpy" in err
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,6 @@ def test_an_error_of_all_ranks_is_one_traceback_and_the_same_on_each_other(act, 
     lines, tracebacks, err = _printed(3, f"{CONV}comm.Barrier()\n{act}\n")
     assert tracebacks == 1 and len(lines) == 2 and "runpy" not in err, err
     assert all(f" by the same {kind} as rank 0" in line for line in lines), err
-
-
-def test_all_tracebacks_are_there_for_who_wants_them():
-    body = CONV + "if comm.rank == 1:\n    raise ValueError('wrong')\nlayer(x)\n"
-    lines, tracebacks, err = _printed(3, body, DISTDL_RMA_FULL_TRACEBACKS="1")
-    assert tracebacks == 3 and not lines and "runpy" in err
 
 
 def test_rank_whose_answer_comes_behind_large_transfers_is_busy_and_not_silent():

@@ -27,9 +27,8 @@ PUBLIC = "layers", "segments", "geometry"
 
 def run(script):
     """Run a script with warnings as errors; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=50, check=False
-    )
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -50,14 +49,11 @@ def test_geometry_needs_only_the_standard_library():
     assert loaded_by(modules) <= sys.stdlib_module_names | {"distdl_rma"}
 
 
-def test_segments_work_without_torch():
-    found = loaded_by("distdl_rma.segments", WITHOUT_MPI_START)
+@pytest.mark.parametrize("module", ["distdl_rma.segments", "distdl_rma.segments.machine"])
+def test_segments_and_the_machine_work_without_torch(module):
+    found = loaded_by(module, WITHOUT_MPI_START)
     assert {"numpy", "mpi4py"} <= found
     assert "torch" not in found
-
-
-def test_the_machine_works_without_torch():
-    assert "torch" not in loaded_by("distdl_rma.segments.machine", WITHOUT_MPI_START)
 
 
 def test_names_are_loaded_when_they_are_first_used():

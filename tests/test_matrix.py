@@ -9,6 +9,11 @@ THIRTY_DAYS = range(20_003, 20_033)
 ALL = matrix.ALL
 
 
+def own_sizes(*each):
+    """Parametrize a test over numbers of ranks that it is marked with."""
+    return pytest.mark.parametrize("own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in each])
+
+
 def days(item, size):
     return [matrix.runs(item, size, day) for day in DAYS]
 
@@ -41,10 +46,7 @@ def test_tests_that_start_jobs_run_every_third_day_without_mpi(request, number):
 
 
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize(
-    "own",
-    [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2, 3], [2, 3, 4], [1, 2, 3, 4])],
-)
+@own_sizes([1], [2, 3], [2, 3, 4], [1, 2, 3, 4])
 def test_where_tests_run_once_a_day_each_has_all_its_numbers_of_ranks_in_as_many_days(request, own, number):
     chosen = [[n for n in ALL if matrix.runs_once(request.node, n, day)] for day in range(len(own))]
     assert sorted(chosen) == [[n] for n in own]
@@ -59,9 +61,8 @@ def test_where_tests_run_once_a_day_those_in_turn_rest_on_one_day_of_three(reque
 
 @matrix.over_seeds(3)
 def test_where_tests_run_once_a_day_seeds_are_those_of_the_day(request, seed):
-    assert [matrix.runs_once(request.node, n, 20_000) for n in ALL] == [
-        matrix.runs(request.node, n, 20_000) for n in ALL
-    ]
+    once, usual = ([run(request.node, n, 20_000) for n in ALL] for run in (matrix.runs_once, matrix.runs))
+    assert once == usual
 
 
 def test_others_run_on_2_and_3_ranks_every_day(request):
@@ -70,23 +71,17 @@ def test_others_run_on_2_and_3_ranks_every_day(request):
 
 
 @pytest.mark.parametrize("number", range(20))
-@pytest.mark.parametrize(
-    "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [4], [2, 3], [1, 2, 3, 4])]
-)
+@own_sizes([1], [2], [4], [2, 3], [1, 2, 3, 4])
 def test_each_has_its_turn_on_one_of_thirty_days_and_on_a_number_of_ranks_that_is_its_own(
     request, own, number
 ):
-    turns = {
-        size: sum(matrix.runs_seldom(request.node, size, day) for day in THIRTY_DAYS) for size in range(5)
-    }
+    turns = [sum(matrix.runs_seldom(request.node, n, day) for day in THIRTY_DAYS) for n in range(5)]
     assert turns[0] == 3 and sum(turns[size] for size in own) == 1
-    assert sum(turns.values()) == 4
+    assert sum(turns) == 4
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize(
-    "own", [pytest.param(own, marks=pytest.mark.sizes(*own)) for own in ([1], [2], [2, 3], [1, 2, 3, 4])]
-)
+@own_sizes([1], [2], [2, 3], [1, 2, 3, 4])
 def test_on_two_hosts_each_has_its_turn_on_2_and_4_ranks_and_rests_a_day(request, own, number):
     chosen = matrix.runs_among([2, 4])
     shared = {2, 4} & {*own}

@@ -14,10 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.scaling.plans import Cluster, Staged, Vote, loss, outcome
 from distdl_rma import Machine, shard
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import (
-    DistributedKLDivLoss,
-    DistributedLinear,
-)
+from distdl_rma.layers import DistributedKLDivLoss, DistributedLinear
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.staged import movement_between
 from distdl_rma.layers.partitioned.core.refusals import CallOutcome

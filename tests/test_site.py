@@ -46,18 +46,11 @@ def test_the_readme_has_its_links_in_groups_and_the_front_page_shows_them():
     assert list(front.groups(README)) == GROUPS
     shown = filled()
     assert "{{" not in shown
-    assert [
-        title for title in re.findall(r"^\*\*(.*)\*\*$", shown, re.MULTILINE) if title in GROUPS
-    ] == GROUPS
+    titles = re.findall(r"^\*\*(.*)\*\*$", shown, re.MULTILINE)
+    assert [title for title in titles if title in GROUPS] == GROUPS
     first = shown.partition("## In more detail")[0]
-    for wanted in (
-        "docs/recipe.md",
-        "docs/larger-than-memory.md",
-        "docs/benchmarks.md",
-        "pip install",
-        "version 1",
-    ):
-        assert wanted in first
+    pages = [f"docs/{name}.md" for name in ("recipe", "larger-than-memory", "benchmarks")]
+    assert [wanted for wanted in (*pages, "pip install", "version 1") if wanted not in first] == []
     assert len(re.findall("  # was ", first)) == 3
     assert "make docs" not in first
 
@@ -73,10 +66,8 @@ def test_a_section_about_gains_comes_before_the_installation_and_its_picture_aft
         "## What do I gain?\n\nMuch.\n\n![A picture](a.png)\n\n*Seen from above.*\n\n**Costs** little.\n\n"
     )
     shown = filled("".join([head, section, *rest]))
-    places = [
-        shown.index(part)
-        for part in ("## What do I gain", "Much.", "**Costs**", "pip install", "![A p", "*Seen")
-    ]
+    parts = "## What do I gain", "Much.", "**Costs**", "pip install", "![A p", "*Seen"
+    places = [*map(shown.index, parts)]
     assert places == sorted(places)
 
 
@@ -124,11 +115,9 @@ def test_the_pages_around_versions_lead_somewhere(tmp_path, monkeypatch):
     assert verify.problems(site, built) == []
 
 
+LINKS = "#here", "docs/recipe.html", "https://a.b/c"
 PROBLEMS = {
-    "": (
-        '<a id="here"></a><a href="#here"></a><a href="docs/recipe.html"></a><a href="https://a.b/c"></a>',
-        "",
-    ),
+    "": ('<a id="here"></a>' + "".join(f'<a href="{link}"></a>' for link in LINKS), ""),
     "file": ('<a href="docs/none.html"></a>', "dead link docs/none.html"),
     "heading": ('<a href="docs/recipe.html#none"></a>', "dead link docs/recipe.html#none"),
     "own heading": ('<a href="#none"></a>', "dead link #none"),

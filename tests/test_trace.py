@@ -4,6 +4,7 @@ import json
 import pickle
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 
 import pytest
@@ -68,11 +69,8 @@ def test_arrival_is_recorded_once_whoever_notices_it(tracer):
         together.wait()
         arrive()
 
-    threads = [threading.Thread(target=notice) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: notice(), range(8)))
     (event,) = recording.events
     assert event.travels and event.kind == "allreduce" and event.name == "gradients"
 

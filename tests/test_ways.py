@@ -22,9 +22,8 @@ def test_layers_and_split_tensors_go_the_ways_of_the_page(P_world):
     assert "layers/partitioned/core" in rooms["a layer"] and "layers/split" not in rooms["a layer"]
     assert "segments/consensus.py" in found["a layer"]
     assert "layers/partitioned/core" not in rooms["a split tensor"]
-    assert list(found["a split tensor"]).index("layers/model/entering.py") < list(
-        found["a split tensor"]
-    ).index("layers/split/functions/convolutions.py")
+    way = [*found["a split tensor"]]
+    assert way.index("layers/model/entering.py") < way.index("layers/split/functions/convolutions.py")
     for name in ("the backward of a layer", "the backward of a split tensor"):
         assert {"layers/sync/gradients.py", "layers/sync/bucket.py"} <= found[name].keys()
         assert not {"segments/plan_cache.py", "layers/partitioned/core/agreement.py"} & found[name].keys()

@@ -164,11 +164,8 @@ class TwoHosts:
 
     def crossed(self) -> tuple[int, int]:
         """Bytes that each host has sent over the cable so far, packet headers included."""
-        first, second = (
-            json.loads(ip("-n", name, "-json", "-statistics", "link", "show", CABLE))[0]
-            for name in self.names
-        )
-        return first["stats64"]["tx"]["bytes"], second["stats64"]["tx"]["bytes"]
+        first, second = (self._look_at_cable(name)["stats64"]["tx"]["bytes"] for name in self.names)
+        return first, second
 
     def run(self, ranks: Sequence[int], command: Sequence[str], seconds: float | None = None) -> int:
         """Run a command as so many ranks on each host; return the launcher's exit status.

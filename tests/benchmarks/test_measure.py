@@ -23,9 +23,8 @@ def test_a_row_has_medians_and_half_the_distance_of_the_quartiles():
 
 
 def test_what_takes_longer_has_the_higher_ratio():
-    row = compare(
-        "slow", lambda: time.sleep(0.05), lambda: None, against="fast", target=2.0, inner=1, repetitions=4
-    )
+    how = {"against": "fast", "target": 2.0, "inner": 1, "repetitions": 4}
+    row = compare("slow", lambda: time.sleep(0.05), lambda: None, **how)
     assert row.ratio > 1
     assert row.ours_us >= 50_000
     assert (row.what, row.baseline, row.target, row.unit) == ("slow", "fast", 2.0, "us")

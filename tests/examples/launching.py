@@ -6,12 +6,14 @@ import functools
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.run_mpi import completed, mpiexec
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Every rank says what it ends with, which mpiexec sums up in one number.
 SHELL = '"$@"; status=$?; echo "status $status"; exit $status'
 # One demo several times: most of the time of a small run is that of starting Python on all ranks.
@@ -44,6 +46,13 @@ def launch(ranks, script, *arguments):
     python = [sys.executable, "-m", "mpi4py", str(script), *map(str, arguments)]
     done = completed([*mpiexec(ranks), "sh", "-c", SHELL, "sh", *python], **SETTINGS)
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def ended(status, ranks, script, *arguments):
+    """Lines on stdout, and lines on stderr, of a script that all ranks end with this status."""
+    outcome = launch(ranks, script, *arguments)
+    assert_all_ranks_end_with(status, ranks, outcome)
+    return outcome[1:]
 
 
 class Case(NamedTuple):

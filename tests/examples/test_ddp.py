@@ -1,14 +1,12 @@
 """The demo of replicas; this test starts an MPI job of its own."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.examples.launching import Case, assert_mistakes_are_told_once, launch_in_turn
+from tests.examples.launching import EXAMPLES, Case, assert_mistakes_are_told_once, launch_in_turn
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
+DEMO = EXAMPLES / "ddp.py"
 MISTAKES = {
     "--replicas 3": "4 ranks do not make 3 replicas of equal size",
     "--replicas 0": "at least 1 replica is needed, not '0'",

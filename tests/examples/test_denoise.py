@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import skimage.io
@@ -13,18 +11,11 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from examples import denoise_image
-from tests.examples.launching import (
-    Case,
-    assert_all_ranks_end_with,
-    assert_mistakes_are_told_once,
-    launch,
-    launch_in_turn,
-)
+from tests.examples.launching import EXAMPLES, Case, assert_mistakes_are_told_once, ended, launch_in_turn
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "examples" / "denoise.py"
+DEMO = EXAMPLES / "denoise.py"
 HEIGHT, WIDTH = 53, 47
 
 
@@ -46,9 +37,7 @@ def assert_proved(stdout, folder):
 
 def test_one_rank_is_one_process(picture, tmp_path):
     folder = tmp_path / "not" / "there yet"
-    outcome = launch(1, DEMO, "--image", picture, "--steps", 4, "--output", folder)
-    assert_all_ranks_end_with(0, 1, outcome)
-    _, stdout, stderr = outcome
+    stdout, stderr = ended(0, 1, DEMO, "--image", picture, "--steps", 4, "--output", folder)
     assert not stderr
     assert sum(line.startswith("step ") for line in stdout) == 4
     assert_proved(stdout, folder)

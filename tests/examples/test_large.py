@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import skimage.io
 from torch import nn
 
+from tests.examples.launching import EXAMPLES
 from tests.run_mpi import completed
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "large.py"
+DEMO = EXAMPLES / "large.py"
 
 
 def test_an_image_that_does_not_fit_is_predicted_without_seams(tmp_path):

@@ -1,39 +1,26 @@
 """The example that records a training step, run as a user runs it, and the picture that it draws."""
 
 import json
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import skimage.io
 
-from tests.run_mpi import completed, mpiexec
+from tests.examples.launching import EXAMPLES, ended
+from tests.run_mpi import completed
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "overlap.py"
-PICTURE = ROOT / "examples" / "overlap_picture.py"
-
-
-def record(ranks, folder):
-    if shutil.which(mpiexec(1)[0]) is None:
-        pytest.skip("no mpiexec, neither beside this Python nor on the path")
-    python = [sys.executable, "-m", "mpi4py", str(EXAMPLE)]
-    return completed([*mpiexec(ranks), *python, "--steps", "2", "--output", str(folder)])
+PICTURE = EXAMPLES / "overlap_picture.py"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_example_writes_picture_and_trace_of_all_ranks(ranks, tmp_path):
     folder = tmp_path / "not" / "there yet"
-    done = record(ranks, folder)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    assert done.stdout.splitlines() == [
-        f"picture: {folder / 'overlap.png'}",
-        f"trace for ui.perfetto.dev: {folder / 'overlap.json'}",
-    ]
+    stdout, stderr = ended(0, ranks, EXAMPLES / "overlap.py", "--steps", 2, "--output", folder)
+    assert not stderr
+    files = f"picture: {folder / 'overlap.png'}", f"trace for ui.perfetto.dev: {folder / 'overlap.json'}"
+    assert [line for line in stdout if not line.startswith("status ")] == [*files]
     height, width = skimage.io.imread(folder / "overlap.png").shape[:2]
     assert width > 1000 and height > 100 * ranks
     rows = json.loads((folder / "overlap.json").read_text())["traceEvents"]

@@ -1,16 +1,17 @@
 """The notebook, whose cells run one after the other as in Jupyter, and the picture that it shows."""
 
 import json
-from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from tests.examples.launching import EXAMPLES
+
 pytestmark = pytest.mark.slow
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "rehearse.ipynb"
+NOTEBOOK = EXAMPLES / "rehearse.ipynb"
 
 
 @pytest.fixture

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.examples.launching import EXAMPLES
 from tests.run_mpi import completed, mpiexec
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "scaffold.py"
+DEMO = EXAMPLES / "scaffold.py"
 SMALL = "--size", "8", "--volumes", "2", "--channels", "4", "--epochs", "2"
 
 
 def test_losses_and_scores_are_those_of_one_rank_on_every_grid(tmp_path):
     launcher = shlex.join(mpiexec(1)[:-2])
-    cut = "--grid", "DHW", "--ranks", "1", "3", "4"
-    done = completed(
-        [sys.executable, str(DEMO), *SMALL, *cut, "--output", str(tmp_path), "--mpiexec", launcher]
-    )
+    cut = "--grid", "DHW", "--ranks", "1", "3", "4", "--output", str(tmp_path), "--mpiexec", launcher
+    done = completed([sys.executable, str(DEMO), *SMALL, *cut])
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["ranks", "1", "3", "4"]
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import skimage.io
 
 from distdl_rma import Partition
 from examples.unet_network import layouts
-from tests.examples.launching import (
-    Case,
-    assert_all_ranks_end_with,
-    assert_mistakes_are_told_once,
-    launch,
-    launch_in_turn,
-)
+from tests.examples.launching import EXAMPLES, Case, assert_mistakes_are_told_once, ended, launch_in_turn
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "unet.py"
+DEMO = EXAMPLES / "unet.py"
 STEPS = 2
 SMALL = ("--size", "33x49", "--steps", STEPS)
 
@@ -34,9 +26,7 @@ def assert_proved(proved, runs, stdout, *folders):
 
 def test_one_rank_is_one_process(tmp_path):
     folder = tmp_path / "not" / "there yet"
-    outcome = launch(1, DEMO, *SMALL, "--output", folder)
-    assert_all_ranks_end_with(0, 1, outcome)
-    _, stdout, stderr = outcome
+    stdout, stderr = ended(0, 1, DEMO, *SMALL, "--output", folder)
     assert not stderr
     assert_proved(1, 1, stdout, folder)
 

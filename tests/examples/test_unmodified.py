@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import skimage.io
 
-from tests.examples.launching import (
-    Case,
-    assert_all_ranks_end_with,
-    assert_mistakes_are_told_once,
-    launch,
-    launch_in_turn,
-)
+from tests.examples.launching import EXAMPLES, Case, assert_mistakes_are_told_once, ended, launch_in_turn
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "unmodified.py"
+DEMO = EXAMPLES / "unmodified.py"
 SMALL = ("--size", "33x48")
 
 
@@ -56,6 +48,5 @@ def test_three_ranks_are_the_model_alone_tell_every_mistake_once_and_end_with_1_
 
 
 def test_a_mistake_is_told_where_the_script_is_started_itself():
-    outcome = launch(1, DEMO, "--steps", 0)
-    assert_all_ranks_end_with(2, 1, outcome)
-    assert_mistakes_are_told_once(DEMO, [MISTAKES["--steps 0"]], [outcome[2][:1]])
+    _, stderr = ended(2, 1, DEMO, "--steps", 0)
+    assert_mistakes_are_told_once(DEMO, [MISTAKES["--steps 0"]], [stderr[:1]])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import skimage.io
 
+from tests.examples.launching import EXAMPLES
 from tests.run_mpi import completed, mpiexec
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "volumes.py"
+DEMO = EXAMPLES / "volumes.py"
 SMALL = "--size", "40", "--crop", "12", "--steps", "40", "--every", "3", "--kill", "8", "--memory", "0"
 
 

@@ -12,12 +12,11 @@ import os
 import random
 import re
 import resource
-import shutil
-import tempfile
 import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from unittest import mock
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from distdl_rma import CheckpointError, Checkpoints, DistdlError, Partition, load_checkpoint, shard
+from tests.fuzz.outcomes import folder_of_all
 
 REFUSED: Counter[str] = Counter()
 DATA, MANIFEST = "data.safetensors", "manifest.json"
@@ -37,16 +37,9 @@ SECONDS, MOST_KIB = 30, 1 << 20
 def check(P_world: Partition, comm, seed: int) -> None:
     """One job with its folder, or one damaged checkpoint, with all ranks of ``comm``."""
     rng = random.Random(seed)
-    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="fuzz-checkpoints-") if comm.rank == 0 else None))
     torch.manual_seed(seed)
-    ended = False
-    try:
+    with folder_of_all(comm) as folder:
         (damaged if rng.random() < 0.5 else Jobs)(rng, comm, P_world, folder)
-        comm.Barrier()
-        ended = True
-    finally:
-        if comm.rank == 0 or not ended:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- Jobs and their folder
@@ -145,9 +138,7 @@ class Jobs:
         return self.comm.bcast(function() if self.comm.rank == 0 else None)
 
     def seen_other(self):
-        return self.on_first(
-            lambda: {str(p): p.read_bytes() for p in sorted(self.other.rglob("*")) if p.is_file()}
-        )
+        return self.on_first(lambda: {p: p.read_bytes() for p in self.other.rglob("*") if p.is_file()})
 
     def job(self):
         self.keep, asynchronous = self.rng.choice([None, 1, 2, 3]), self.rng.random() < 0.3
@@ -156,9 +147,7 @@ class Jobs:
         self.say(f"a job, keep={self.keep}, asynchronous={asynchronous}")
         for _ in range(self.rng.randint(1, 6)):
             if alive:
-                kind = self.rng.choice(
-                    ["save", "save", "save", "restore", "restore", "foreign", "foreign", "kill"]
-                )
+                kind = self.rng.choice(["save"] * 3 + ["restore", "foreign"] * 2 + ["kill"])
                 alive = getattr(self, f"_{kind}")() is not False
         if alive:
             self.kept.close()
@@ -226,9 +215,8 @@ class Jobs:
                 newer = {step} | {step_of(each) for each in counted(before) if step_of(each) <= step}
                 newer = {each for each in newer if COUNTED.fullmatch(name) and each > step_of(name)}
                 old = COUNTED.fullmatch(name) and self.keep is not None and len(newer) >= self.keep
-                replaced = COUNTED.fullmatch(name) and (
-                    step_of(name) == step or (name.endswith(".old") and name[:-4] in before)
-                )
+                other = name.endswith(".old") and name[:-4] in before
+                replaced = COUNTED.fullmatch(name) and (step_of(name) == step or other)
                 self.fail_unless((published and (old or replaced)) or replaced, f"lost {name}")
         newest = found[counted(found)[0]] if counted(found) else None
         self.fail_unless(newest == self.number if published else newest in (None, *before.values()), "newest")
@@ -318,13 +306,11 @@ class Jobs:
         return self.on_first(found)
 
     def _check_texts(self):
-        found = self.on_first(
-            lambda: {
-                path.read_text()
-                for path in self.folder.rglob("*")
-                if path.is_file() and path.name not in (DATA,) and path.stat().st_size < 99
-            }
-        )
+        def texts():
+            files = (path for path in self.folder.rglob("*") if path.is_file() and path.name != DATA)
+            return {path.read_text() for path in files if path.stat().st_size < 99}
+
+        found = self.on_first(texts)
         self.fail_unless(self.texts <= found, f"files of others are lost: {self.texts - found}")
 
 
@@ -333,7 +319,7 @@ class Jobs:
 VALUES = [
     None, -1, 0, 7, 1 << 40, 1 << 70, -(1 << 70), 1e308, 8.0, float("nan"), float("inf"), "../../x", "", "8",
     [], {}, True, [[[]]], [1], [[3], 1 << 40], {"dtype": "load"}, {"dtype": "float32"}, {"tensor": "nowhere"},
-    {"a": 1}, {"tensor": "ema/weight"}, {"scalar": ["float32", "x"]}, {"scalar": ["float32", [1, 2]]},
+    {"a": 1}, {"tensor": "ema/0.weight"}, {"scalar": ["float32", "x"]}, {"scalar": ["float32", [1, 2]]},
     {"bytes": "###"}, {"a": 1, "b": 2}, "x" * 1000, {"complex": ["a", 1]}, {"tuple": 5}, {"dict": [[[1], 2]]},
     {"elements": ["|O", [1], {"tensor": "loose/value"}]}, {"masked": [1, 2, 3, 4]}, {"dict": []},
     {"array": 3},
@@ -351,12 +337,12 @@ TEXTS = (
 
 def made(fill):
     torch.manual_seed(fill)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model, ema = (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)) for _ in range(2))
     optimizer = torch.optim.Adam([*model.parameters(), loose := nn.Parameter(torch.rand(5))], lr=0.1 * fill)
     (model(torch.rand(2, 1, 5, 5)).square().mean() + loose.sum()).backward()
     optimizer.step()
     return {
-        "model": model, "optimizer": optimizer, "ema": nn.Linear(3, 2), "loose": loose, "best": 1.5 * fill,
+        "model": model, "optimizer": optimizer, "ema": ema, "loose": loose, "best": 1.5 * fill,
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3]),
         "plain": {"t": torch.rand(3, 4), "l": [1, (2, {"a": 3})], "s": {1, "a"}, "n": np.float32(fill)},
         "big": np.arange(3, dtype=">i2") * fill,
@@ -411,10 +397,8 @@ def damage(rng, step):
         (step / MANIFEST).write_bytes(rng.choice(TEXTS).encode(rng.choice(["utf-8", "utf-8", "utf-16"])))
     elif kind == "odd":
         file.unlink()
-        odd = [file.mkdir, lambda: os.mkfifo(file), list]
-        rng.choice(
-            [*odd, *(lambda to=to: file.symlink_to(to) for to in ("/dev/zero", file, "/etc/passwd"))]
-        )()
+        links = (partial(file.symlink_to, to) for to in ("/dev/zero", file, "/etc/passwd"))
+        rng.choice([file.mkdir, partial(os.mkfifo, file), list, *links])()
     else:
         body, text = json.loads((step / MANIFEST).read_text())["body"], ""
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -458,11 +442,8 @@ def damaged(rng, comm, P_world, folder):
     comm.Barrier()
     may_differ = comm.bcast(damage(rng, path) if comm.rank == 0 else None)
     state, wanted = made(2), text_of(saved)
-    before, begin, peak = (
-        text_of(state),
-        time.process_time(),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    )
+    before, begin = text_of(state), time.process_time()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def by_all():
         with Checkpoints(folder / "run", machine=P_world) as kept:

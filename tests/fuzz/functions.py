@@ -227,9 +227,8 @@ def loss(s: Scope, v: str, x: torch.Tensor) -> str:
         extra += s.some(0.2, ", label_smoothing=0.2") + s.some(0.2, ", ignore_index=0")
         texts += f"; F.cross_entropy({v}, {labels}{extra}, reduction={how})" * 2
         texts += f"; F.cross_entropy({v}, torch.softmax({target}, 1), reduction={how})"
-        texts += (
-            f"; F.cosine_similarity({v}, {target}, dim={one_dim(s, x)}); F.pairwise_distance({v}, {target})"
-        )
+        texts += f"; F.cosine_similarity({v}, {target}, dim={one_dim(s, x)})"
+        texts += f"; F.pairwise_distance({v}, {target})"
     return s.one_of(texts)
 
 

@@ -311,11 +311,7 @@ def normalisation(rng, P_world):
 
 
 # Kinds, and the partition that each takes by name.
-LINEAR = {
-    "Linear": None,
-    "LinearAllGather": "P_x",
-    "LinearReduceScatter": "P_y",
-}
+LINEAR = {"Linear": None, "LinearAllGather": "P_x", "LinearReduceScatter": "P_y"}
 
 
 def linear(rng, P_world):

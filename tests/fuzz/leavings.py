@@ -10,8 +10,6 @@ import copy
 import io
 import random
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +28,7 @@ from distdl_rma import (
     load_checkpoint,
 )
 from distdl_rma.layers.split import SplitTensor
+from tests.fuzz.outcomes import folder_of_all, no_problem, outcome, same_end
 
 COLLECTIVE = True
 REFUSED: Counter[str] = Counter()
@@ -166,43 +165,29 @@ def whole(x: Any) -> Any:
 
 def difference(mine: Any, theirs: Any, path: str) -> str:
     """The first difference beyond rounding; empty if there is none."""
-    if isinstance(theirs, dict):
-        if [*mine] != [*theirs]:
-            return f"{path}: {[*mine]}, not {[*theirs]}"
-        pairs = ((mine[key], theirs[key], f"{path}[{key!r}]") for key in theirs)
+    if isinstance(theirs, (dict, list, tuple)):
+        both = [[*x] if isinstance(x, dict) else [*range(len(x))] for x in (mine, theirs)]
+        if both[0] != both[1]:
+            return f"{path}: {both[0]}, not {both[1]}"
+        pairs = ((mine[key], theirs[key], f"{path}[{key!r}]") for key in both[1])
         return next(filter(None, (difference(*each) for each in pairs)), "")
-    if isinstance(theirs, (list, tuple)):
-        if len(mine) != len(theirs):
-            return f"{path}: {len(mine)} things, not {len(theirs)}"
-        both = ((a, b, f"{path}[{n}]") for n, (a, b) in enumerate(zip(mine, theirs, strict=True)))
-        return next(filter(None, (difference(*each) for each in both)), "")
     if type(mine) is not type(theirs):
         return f"{path} is a {type(mine).__name__}, not a {type(theirs).__name__}"
     if not isinstance(theirs, torch.Tensor):
         return "" if mine == theirs else f"{path}: {mine}, not {theirs}"
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype or mine.requires_grad != theirs.requires_grad:
-        return (
-            f"{path}: {tuple(mine.shape)} of {mine.dtype}, {mine.requires_grad}, not {theirs.requires_grad}"
-        )
+    kinds = [(tuple(x.shape), x.dtype, x.requires_grad) for x in (mine, theirs)]
+    if kinds[0] != kinds[1]:
+        return f"{path}: {kinds[0]}, not {kinds[1]}"
     atol = 1e-8 * max(1.0, float(theirs.detach().abs().nan_to_num(0, 0, 0).max())) if theirs.numel() else 0
     close = torch.allclose(mine.detach(), theirs.detach(), rtol=0, atol=atol, equal_nan=True)
     return "" if close else f"{path} differs by {float((mine - theirs).detach().abs().max()):.3g}"
 
 
-def outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result of a function, or its error."""
-    try:
-        return act(), None
-    except Exception as error:
-        return None, error
-
-
 def check(P_world: Partition, comm: MPI.Intracomm, seed: int) -> None:
     """Raise if the model of a seed leaves other things than alone; collective."""
-    rng = random.Random(seed)
     torch.set_default_dtype(torch.float64)
     try:
-        compare(P_world, comm, rng, seed)
+        compare(P_world, comm, random.Random(seed), seed)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -218,9 +203,8 @@ def compare(P_world: Partition, comm: MPI.Intracomm, rng: random.Random, seed: i
     shape = [1, 1, 2, 2] if comm.size == 4 and rng.random() < 0.3 else shape
     alone = Model(found["act"], seed)
     checks = rng.random() < 0.7
-    split = distribute(
-        copy.deepcopy(alone), P_world.create_cartesian_topology_partition(shape), check_copies=checks
-    )
+    grid = P_world.create_cartesian_topology_partition(shape)
+    split = distribute(copy.deepcopy(alone), grid, check_copies=checks)
     what = f"{text}in {mode.__name__}, on {shape}, checks {checks}"
     try:
         for step in range(rng.randint(1, 3)):
@@ -252,8 +236,7 @@ def step_of(
         y, error = outcome(act)
         ends.append(error)
         told.append([y, args, kwargs, base])
-    mine, theirs = ends
-    if not same_end(comm, mine, theirs, what):
+    if not same_end(comm, *ends, what, REFUSED):
         return False
     agree(comm, [whole(told[0][0])], [whole(told[1][0])], f"output, {what}")
     agree(comm, [*map(values, told[0][1:])], [*map(values, told[1][1:])], f"the caller's, {what}")
@@ -261,7 +244,7 @@ def step_of(
         agree(comm, *(dict(getattr(model, name)()) for model in models), f"{name}, {what}")
     if mode is torch.enable_grad and told[1][0].requires_grad:
         (_, mine), (_, theirs) = (outcome(one[0].square().sum().backward) for one in told)
-        if theirs is not None or not same_end(comm, mine, theirs, what):
+        if theirs is not None or not same_end(comm, mine, theirs, what, REFUSED):
             return False
         agree(comm, *([p.grad for p in model.parameters()] for model in models), f"gradients, {what}")
     return True
@@ -283,39 +266,17 @@ def states(comm: MPI.Intracomm, split: Any, alone: Any, saves: bool, what: str) 
     agree(comm, whole(torch.load(file)), whole(expected), f"torch.save, {what}")
     agree(comm, gather_state_dict(split), whole(expected), f"gather_state_dict, {what}")
     if saves:
-        folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
-        with Checkpoints(f"{folder}/run") as checkpoints:
-            checkpoints.save({"model": split}, 1)
         again = Model(alone.act, 0)
         again.batch = None if alone.batch is None else torch.zeros_like(alone.batch)
-        load_checkpoint(f"{folder}/run", into=again)
+        with folder_of_all(comm) as folder:
+            with Checkpoints(folder / "run") as checkpoints:
+                checkpoints.save({"model": split}, 1)
+            load_checkpoint(folder / "run", into=again)
         agree(comm, whole(dict(again.state_dict())), whole(expected), f"Checkpoints, {what}")
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder)
     split.distributed.close()
     agree(comm, dict(split.named_buffers()), dict(alone.named_buffers()), f"close(), {what}")
 
 
-def same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | None, what: str) -> bool:
-    """Whether both came to their end on all ranks; raises if they ended otherwise, except by a refusal."""
-    told = comm.allgather(None if mine is None else (type(mine).__name__, str(mine)))
-    kinds = {None if each is None else each[0] for each in told}
-    if len(kinds) > 1:
-        raise AssertionError(f"ranks end otherwise: {told}: {what}") from mine
-    if isinstance(mine, UnsupportedError):
-        REFUSED[str(mine).split(",")[0][:70]] += 1
-        return False
-    if mine is None and "view size is not compatible" in str(theirs):
-        # Torch refuses a view for how the whole lies in memory.
-        return False
-    if (mine is None) != (theirs is None):
-        raise AssertionError(f"{mine!r}, alone {theirs!r}: {what}") from (mine or theirs)
-    return mine is None
-
-
 def agree(comm: MPI.Intracomm, mine: Any, theirs: Any, what: str) -> None:
     """Raise on all ranks if two things differ on one."""
-    problems = [each for each in comm.allgather(difference(mine, theirs, "")) if each]
-    if problems:
-        raise AssertionError(f"{problems[0]} ({len(problems)} ranks): {what}")
+    no_problem(comm, difference(mine, theirs, ""), what)

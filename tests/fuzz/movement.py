@@ -318,9 +318,8 @@ def call(case, layer, me, rng, seed):
             y.backward(gradients[me].to(dtype) if me in gradients else torch.zeros_like(y))
         if not any(t.requires_grad for t in expected.values()):
             return
-        torch.autograd.backward(
-            list(expected.values()), [gradients[rank].to(t.dtype) for rank, t in expected.items()]
-        )
+        wanted = [gradients[rank].to(t.dtype) for rank, t in expected.items()]
+        torch.autograd.backward(list(expected.values()), wanted)
         if me in wanting and me in members:
             wanted = torch.zeros(mine.shape) if me not in x else x[me].grad
             assert mine.grad is not None, what

@@ -1,15 +1,14 @@
 """Random packed arrays of NetCDF, unpacked by the ranks, against numpy on the whole; of others, refused."""
 
 import random
-import shutil
-import tempfile
 from collections import Counter
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
 from distdl_rma import DistdlError, ShapeError, shard
+from tests.fuzz.outcomes import folder_of_all
+from tests.layers.sources.test_packed import netcdf
 
 REFUSED: Counter[str] = Counter()
 # Formats by the package that writes them.
@@ -25,11 +24,9 @@ def attributes(rng, stored):
         found["scale_factor"] = rng.choice([real(0.25), real(-2), np.int32(3)])
     if rng.random() < 0.5:
         found["add_offset"] = rng.choice([real(-0.5), real(100), np.int32(-7)])
-    for name in ("_FillValue", "missing_value"):
-        if rng.random() < 0.4:
+    for name, chance in (("_FillValue", 0.4), ("missing_value", 0.4), ("valid_min", 0.2)):
+        if rng.random() < chance:
             found[name] = kind(rng.choice(list(stored.flat)))
-    if rng.random() < 0.2:
-        found["valid_min"] = kind(rng.choice(list(stored.flat)))
     if rng.random() < 0.2:
         found["valid_range"] = np.array(sorted(rng.sample(range(50), 2)), kind)
     if stored.dtype.kind == "i" and rng.random() < 0.2:
@@ -66,16 +63,7 @@ def decoded(stored, given):
 def written(path, stored, given, version):
     """Write the stored elements and their attributes."""
     if path.suffix == ".nc":
-        import netCDF4
-
-        with netCDF4.Dataset(path, "w") as file:
-            for d, extent in enumerate(stored.shape):
-                file.createDimension(f"d{d}", extent)
-            dims, fill = [f"d{d}" for d in range(stored.ndim)], given.get("_FillValue", False)
-            x = file.createVariable("x", stored.dtype.newbyteorder("="), dims, fill_value=fill)
-            x.setncatts({name: value for name, value in given.items() if name != "_FillValue"})
-            x.set_auto_maskandscale(False)
-            x[...] = stored
+        netcdf(path, stored.astype(stored.dtype.newbyteorder("=")), given)
     elif path.suffix == ".h5":
         import h5py
 
@@ -85,13 +73,8 @@ def written(path, stored, given, version):
     else:
         import zarr
 
-        x = zarr.create_array(
-            str(path), shape=stored.shape, chunks=(3,) * stored.ndim, dtype=stored.dtype, zarr_format=version
-        )
-        x[...] = stored
-        x.attrs.update(
-            {name: getattr(value, "tolist", lambda text=value: text)() for name, value in given.items()}
-        )
+        x = zarr.create_array(str(path), data=stored, chunks=(3,) * stored.ndim, zarr_format=version)
+        x.attrs.update({name: getattr(value, "tolist", value.__str__)() for name, value in given.items()})
 
 
 def check(P_world, comm, seed):
@@ -114,9 +97,8 @@ def check(P_world, comm, seed):
             for name in ("scale_factor", "add_offset") if name in given
         }  # fmt: skip
     wanted, version = decoded(stored, given), rng.choice([2, 3])
-    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="distdl_rma_fuzz_") if comm.rank == 0 else None))
-    path = folder / f"x.{suffix}"
-    try:
+    with folder_of_all(comm) as folder:
+        path = folder / f"x.{suffix}"
         if comm.rank == 0:
             written(path, stored, given, version)
         comm.Barrier()
@@ -139,7 +121,3 @@ def check(P_world, comm, seed):
         block, found = np.asarray(wanted)[x.decomposition.slices()], x.to_local().numpy()
         assert found.dtype == block.dtype, f"{case}: {found.dtype}, wanted {block.dtype}"
         np.testing.assert_array_equal(found, block, case)
-    finally:
-        comm.Barrier()
-        if comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)

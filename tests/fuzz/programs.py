@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls.table import RULES
 from tests.fuzz import nonfinite, samples
 from tests.fuzz.functions import call
+from tests.fuzz.outcomes import no_problem, outcome, same_end
 from tests.fuzz.scope import Scope
 
 # All ranks see what one of them sees: a search goes on behind a finding.
@@ -46,14 +46,9 @@ NOT_COMPARED = {"query", "value", "gradient", "creation", "refused", "registered
 # Inputs are changed so often by a rounding, to see how much a result changes by it.
 CHANGES = 8
 # So much rounding, in parts of the largest number of a result. Whole numbers are equal.
-ROUNDING = {
-    torch.float64: 1e-8,
-    torch.complex128: 1e-8,
-    torch.float32: 1e-4,
-    torch.complex64: 1e-4,
-    torch.bfloat16: 4e-2,
-    torch.float16: 5e-3,
-}
+ROUNDING = dict.fromkeys((torch.float64, torch.complex128), 1e-8)
+ROUNDING |= dict.fromkeys((torch.float32, torch.complex64), 1e-4)
+ROUNDING |= {torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
 @dataclass
@@ -178,7 +173,7 @@ def sampled_program(rng: random.Random, seed: int) -> Program:
     alone = replace(found, checkpoints=0)
 
     def ran(seed: int) -> tuple[Any, Exception | None]:
-        return _outcome(lambda: alone.run(function, [x.detach().clone() for x in _inputs(found)], seed))
+        return outcome(lambda: alone.run(function, [x.detach().clone() for x in _inputs(found)], seed))
 
     y, found.error = ran(5)
     if found.error is not None:
@@ -260,15 +255,8 @@ def random_program(seed: int) -> Program:
         else:
             scope.tensors, scope.split, scope.plain = before
     last, others = scope.of_split[-1:], [n for n in scope.of_split if rng.random() < 0.15]
-    return Program(
-        lines,
-        scope.split,
-        scope.plain,
-        [*dict.fromkeys(last + others)],
-        error,
-        autocast=autocast,
-        checkpoints=_checkpoints(rng),
-    )
+    ends, checkpoints = [*dict.fromkeys(last + others)], _checkpoints(rng)
+    return Program(lines, scope.split, scope.plain, ends, error, {}, autocast, checkpoints)
 
 
 def _checkpoints(rng: random.Random) -> int:
@@ -298,15 +286,6 @@ def random_layout(rng: random.Random, P: Partition, shape: tuple[int, ...]) -> D
     return lay.layout(P, splits, tuple(axes))
 
 
-def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return act(), None
-    except Exception as error:
-        return None, error
-
-
 def check(P_world: Partition, comm: MPI.Intracomm, seed: int) -> None:
     """Raise if the program of a seed has other numbers, gradients or errors on split tensors; collective."""
     # Torch draws some samples from sets, whose order is that of the hashes of a process.
@@ -329,24 +308,24 @@ def compare(P_world: Partition, comm: MPI.Intracomm, program: Program, rng: rand
     changes = cache(partial(sensitivity, program, function))
     for time in range(rng.randint(1, 2)):
         wholes = [x.detach().clone().requires_grad_(x.requires_grad) for x in _inputs(program)]
-        expected, theirs = _outcome(lambda wholes=wholes: program.run(function, wholes))
+        expected, theirs = outcome(lambda wholes=wholes: program.run(function, wholes))
         given: list[torch.Tensor] = []
         for name, x in (*program.split.items(), *program.plain.items()):
             layout = layouts.get(name)
             mine = x.detach() if layout is None else x.detach()[layout.slices()]
             mine = mine.clone().requires_grad_(x.requires_grad)
             given.append(mine if layout is None else SplitTensor(mine, layout))
-        found, mine_error = _outcome(lambda given=given: program.run(function, given))
-        if not _same_end(comm, mine_error, theirs, what):
+        found, mine_error = outcome(lambda given=given: program.run(function, given))
+        if not same_end(comm, mine_error, theirs, what, REFUSED):
             return
         if expected["total"].requires_grad:
-            _, theirs = _outcome(expected["total"].backward)
+            _, theirs = outcome(expected["total"].backward)
             if "ill-defined" in str(theirs):
                 # Only ranks with the values that torch refuses raise it themselves.
                 return
-            _, mine_error = _outcome(found["total"].backward)
+            _, mine_error = outcome(found["total"].backward)
             # What torch refuses to differentiate, blocks may allow.
-            if not _same_end(comm, mine_error, mine_error and theirs, what) or theirs is not None:
+            if not same_end(comm, mine_error, mine_error and theirs, what, REFUSED) or theirs is not None:
                 return
         ways = (True, expected["total"].requires_grad, any(each.leaves_out for each in layouts.values()))
         for called in set(re.findall(r"\.(\w+)\(", " ".join(program.lines))):
@@ -386,13 +365,12 @@ def sensitivity(program: Program, function: Callable[..., dict[str, Any]]) -> Ex
             y = x.detach().clone()
             if y.dtype in ROUNDING:
                 change = 2 * torch.rand(y.shape, dtype=torch.float64, generator=generator) - 1
-                y = y.to(torch.complex128 if y.is_complex() else torch.float64) * (
-                    1 + bool(seed) * eps * change
-                )
+                wide = torch.complex128 if y.is_complex() else torch.float64
+                y = y.to(wide) * (1 + bool(seed) * eps * change)
             given.append(y.requires_grad_(x.requires_grad))
-        found, error = _outcome(partial(alone.run, function, given))
+        found, error = outcome(partial(alone.run, function, given))
         if error is None and found["total"].requires_grad:
-            _, error = _outcome(found["total"].backward)
+            _, error = outcome(found["total"].backward)
         if error is not None:
             return {}
         names = (*program.split, *program.plain)
@@ -411,11 +389,9 @@ def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> f
 
 def coverage() -> Iterator[str]:
     """Which functions that have a rule no program had so far, or not in some way."""
-    known = (
-        samples.plain_name(function) for function, rule in RULES.items() if rule.kind not in NOT_COMPARED
-    )
+    known = (function for function, rule in RULES.items() if rule.kind not in NOT_COMPARED)
     # The lists of an optimizer are no programs.
-    names = {name for name in known if not name.startswith("_")} - {""}
+    names = {name for name in map(samples.plain_name, known) if not name.startswith("_")} - {""}
     for way in WAYS:
         missing = sorted(name for name in names if not CALLED[name][way])
         yield f"{len(missing)} of {len(names)} functions never {way}: {', '.join(missing)}"
@@ -432,11 +408,6 @@ def _tells_zeros(program: Program, found: dict[str, Any]) -> bool:
 
 # The median of a tensor that is expanded, for which torch takes other elements.
 _FAULT_OF_TORCH = re.compile(r"expand.*(median|kthvalue)", re.DOTALL)
-# Torch refuses a view for how the whole lies in memory; blocks that have moved lie otherwise.
-_OF_MEMORY = (
-    "view size is not compatible with input tensor's size and stride",
-    "must have a last dimension with stride 1",
-)
 
 
 def _inputs(program: Program) -> list[torch.Tensor]:
@@ -449,22 +420,6 @@ def _rounding(program: Program) -> float:
     written = set(re.findall(r"torch\.(bfloat16|float16|float32)", " ".join(program.lines)))
     dtypes |= {getattr(torch, name) for name in written}
     return max((ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-
-
-def _same_end(comm: MPI.Intracomm, mine: Exception | None, theirs: Exception | None, what: str) -> bool:
-    # Whether there is something to compare: every rank, and torch alone, came to the end.
-    told = comm.allgather(None if mine is None else (type(mine).__name__, str(mine)))
-    kinds = {None if each is None else each[0] for each in told}
-    if kinds == {"UnsupportedError"}:
-        REFUSED[str(mine).split(" at ")[0].split(": ")[0].split(" in module")[0]] += 1
-        return False
-    if len(kinds) > 1:
-        raise AssertionError(f"ranks end otherwise: {told}: {what}") from mine
-    if mine is not None and theirs is None:
-        raise AssertionError(f"an error that torch has not: {mine!r}: {what}") from mine
-    if theirs is not None and mine is None and not any(words in str(theirs) for words in _OF_MEMORY):
-        raise AssertionError(f"torch alone raises {theirs!r}, split tensors nothing: {what}")
-    return mine is None and theirs is None
 
 
 def _agree(
@@ -491,9 +446,7 @@ def _agree(
                 problem = _differences(found, nearest, rounding, torchs)
     except Exception as caught:
         error, problem = caught, repr(caught)
-    problems = [each for each in comm.allgather(problem) if each]
-    if problems:
-        raise AssertionError(f"{problems[0]} ({len(problems)} ranks): {what}") from error
+    no_problem(comm, problem, what, error)
 
 
 def _differences(found: Any, expected: Any, rounding: float, more: float = 0.0) -> str:

@@ -140,9 +140,8 @@ def step(rng: random.Random, pair: Pair, xs: Sequence[Tensor], options: dict[str
         if isinstance(expected, tuple):
             (expected, index), (out, places) = expected, out
             assert places.dtype == torch.int64
-            assert not P_y.active or torch.equal(places, cut(pair.target(blocks, index.shape), index)), (
-                "indices"
-            )
+            mine = cut(pair.target(blocks, index.shape), index)
+            assert not P_y.active or torch.equal(places, mine), "indices"
         target = pair.target(blocks, expected.shape)
         if P_y.active:
             agree(out, cut(target, expected), "output")
@@ -166,8 +165,7 @@ def step(rng: random.Random, pair: Pair, xs: Sequence[Tensor], options: dict[str
     torch.autograd.backward([out for *_, out, _ in calls], mine)
     for x, blocks, local, *_ in calls:
         if me in needing:
-            agree(
-                local.grad, cut(blocks, torch.zeros_like(x) if x.grad is None else x.grad), "input gradient"
-            )
+            wanted = torch.zeros_like(x) if x.grad is None else x.grad
+            agree(local.grad, cut(blocks, wanted), "input gradient")
         else:
             assert local.grad is None, "a gradient that nobody asked for"

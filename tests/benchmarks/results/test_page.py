@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
-import matplotlib as mpl
 import pytest
 
 from benchmarks.results import __main__ as command
@@ -15,7 +12,6 @@ from benchmarks.results.history import Entry
 from benchmarks.results.run import Run
 from benchmarks.row import Row
 
-ROOT = Path(__file__).parents[3]
 ROW = Row("sum, 25 MiB", "one copy", 2570.4, 299.0, 5070.2, 284.0, 0.4)
 ENTRY = Entry("abc", "2026-01-01T00:00:00Z", "torch 2", 2, ROW)
 
@@ -53,10 +49,8 @@ def test_it_is_told_of_which_runs_the_rows_are():
     crowded = replace(ENTRY, ranks=4)
     assert page.where([ENTRY, crowded]) == "commit abc, 2026-01-01, torch 2, 2 and 4 ranks"
     later = replace(ENTRY, commit="def")
-    told = (
-        "commit abc, 2026-01-01, torch 2, 2 ranks: 1 of the rows; commit def, 2026-01-01, torch 2, 2 ranks: 2"
-    )
-    assert page.where([ENTRY, later, later]).startswith(told)
+    abc, other = (f"commit {name}, 2026-01-01, torch 2, 2 ranks" for name in ("abc", "def"))
+    assert page.where([ENTRY, later, later]).startswith(f"{abc}: 1 of the rows; {other}: 2")
 
 
 def test_only_what_lies_between_the_lines_is_rewritten():
@@ -83,10 +77,8 @@ def test_collecting_keeps_history_and_writes_a_page_and_a_picture(tmp_path, monk
 
 
 def test_a_page_says_whose_rows_it_shows():
-    assert (
-        command.shown_machine("# Rows\n\nMeasured on some-cpu-2.5ghz-8-cores: commit a")
-        == "some-cpu-2.5ghz-8-cores"
-    )
+    name = "some-cpu-2.5ghz-8-cores"
+    assert command.shown_machine(f"# Rows\n\nMeasured on {name}: commit a") == name
     with pytest.raises(ValueError, match="name a machine"):
         command.shown_machine("nothing")
 
@@ -99,12 +91,10 @@ def test_sections_may_lack_rows_and_functions_are_not_in_the_picture():
     assert command.pictured([ENTRY, function]) == [ENTRY]
 
 
-def test_the_documentation_has_what_the_history_says():
+def test_the_documentation_has_what_the_history_says(request):
     text = command.PAGE.read_text()
     machine = command.shown_machine(text)
     entries = history.read(command.file_of(machine))
     assert command.documented(text, entries, machine) == text, "run make bench-docs"
-    pinned = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-    if mpl.__version__ != pinned:
-        pytest.skip(f"the picture was drawn by matplotlib {pinned}, this is {mpl.__version__}")
+    request.getfixturevalue("pinned_matplotlib")
     assert command.IMAGE.read_text() == command.drawn(entries, machine), "run make bench-docs"

@@ -14,9 +14,8 @@ NEAR, FAR = Wire(1.0, 2.0, 10.0, 0.5, 5.0), Wire(100.0, 200.0, 1000.0, 50.0, 300
 
 def halo(cluster, me, extent):
     own = Decomposition.balanced(cluster.partition(me), (1, 1, extent, 6))
-    return Movement(
-        Exchange(me, own, own.with_splits({2: WindowSplit(own.splits[2], Window(3, 1, 1, 1, 1), extent)}))
-    )
+    need = own.with_splits({2: WindowSplit(own.splits[2], Window(3, 1, 1, 1, 1), extent)})
+    return Movement(Exchange(me, own, need))
 
 
 def line(size, per_node):
@@ -29,13 +28,7 @@ SPANS = {
     "halo on a node": (2, 2, lambda cluster: halo(cluster, 0, 8), 0, Span(1 + 2 + 24 * 0.5, 10.0)),
     "halo between nodes": (2, 1, lambda cluster: halo(cluster, 0, 8), 0, Span(100 + 200, 1000 + 24 * 50.0)),
     # One neighbour on the node, and one beyond, whose bytes meet those that the other rank may send there.
-    "shared wire": (
-        4,
-        2,
-        lambda cluster: halo(cluster, 1, 16),
-        1,
-        Span(3 + 12.0 + 300, 1000 + 2 * 24 * 50.0),
-    ),
+    "shared wire": (4, 2, lambda cluster: halo(cluster, 1, 16), 1, Span(3 + 12 + 300, 1000 + 2 * 24 * 50.0)),
     # A message to everyone.
     "round on a node": (4, 4, lambda _: Round(8), 0, Span(3 * (3 + 8 * 0.5), 10.0)),
     "round between nodes": (4, 1, lambda _: Round(8), 0, Span(3 * 300, 1000 + 3 * 8 * 50.0)),

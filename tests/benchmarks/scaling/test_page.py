@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-import matplotlib as mpl
 import pytest
 
 from benchmarks.scaling import __main__ as command
@@ -15,18 +11,14 @@ from benchmarks.scaling.model import Constants
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
-
 
 def test_the_page_is_what_the_model_makes_of_the_constants():
     text = command.PAGE.read_text()
     assert command.documented(text) == text, "run python -m benchmarks.scaling docs"
 
 
+@pytest.mark.usefixtures("pinned_matplotlib")
 def test_the_figure_is_what_the_model_makes_of_the_constants():
-    pinned = re.search(r"^matplotlib==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-    if mpl.__version__ != pinned:
-        pytest.skip(f"the figure was drawn by matplotlib {pinned}, this is {mpl.__version__}")
     assert command.IMAGE.read_text() == command.picture(), "run python -m benchmarks.scaling docs"
 
 

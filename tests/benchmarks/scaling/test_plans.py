@@ -26,12 +26,10 @@ def test_layers_are_found_in_the_order_of_their_calls_without_computing():
     assert [layer.kind for layer in found[:7]] == [*["Conv", "BatchNorm", "ReLU"] * 2, "MaxPool"]
     assert [layer.kind for layer in found].count("cat") == 2
     assert found[-1].kind == "Conv without halo"
-    assert found[0].inputs == (1, 1, 1 << 16, 1 << 16)
-    assert found[-1].outputs == (1, 2, 1 << 16, 1 << 16)
+    assert (found[0].inputs, found[-1].outputs) == ((1, 1, 1 << 16, 1 << 16), (1, 2, 1 << 16, 1 << 16))
     assert [layer.first for layer in found].index(True) == 0
-    assert sum(map(sum, (layer.parameters for layer in found))) == sum(
-        p.numel() for p in Case("vast", 4, 2, (1,)).network().parameters()
-    )
+    parameters = Case("vast", 4, 2, (1,)).network().parameters()
+    assert sum(sum(layer.parameters) for layer in found) == sum(p.numel() for p in parameters)
 
 
 @pytest.mark.parametrize(("grid", "neighbours"), [((8,), 2), ((8, 8), 8), ((4, 4, 4), 26)])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -32,42 +31,17 @@ from distdl_rma import (
 from distdl_rma.jobs.checkpoints import files
 from distdl_rma.jobs.checkpoints.files import DATA, MANIFEST
 from distdl_rma.layers.state import scattered
-from tests.jobs.checkpoints.training import OPTIMIZERS, Job, same_folder
+from tests.handles import files_up_to
+from tests.jobs.checkpoints.training import OPTIMIZERS, Job, goes_on
 from tests.layers.test_state import twins
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 
-@pytest.fixture
-def folder(comm, tmp_path):
-    return same_folder(comm, tmp_path) / "run"
-
-
-@pytest.fixture
-def kept(P_world, folder):
-    with Checkpoints(folder, machine=P_world) as kept:
-        yield kept
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_losses_are_those_of_the_job_that_was_not_killed(comm, folder, optimizer, asynchronous):
-    alone = Job(optimizer)
-    torch.manual_seed(7)
-    wanted, losses = alone.steps(8), []
-    # Each time on other ranks, from one of them to all; the others take no part.
-    for number, size in enumerate([1, comm.size, max(1, comm.size - 1), min(2, comm.size)]):
-        if comm.rank < size:
-            with Machine(comm, range(size)) as machine:
-                job = Job(optimizer, machine.partition())
-                torch.manual_seed(7 if not number else 99)
-                with Checkpoints(folder, asynchronous=asynchronous, machine=machine) as kept:
-                    assert kept.restore(job.state) == job.state["epoch"] == 2 * number
-                    losses = job.steps(2)
-                    kept.save(job.state, 2 * number + 2)
-                job.close()
-            torch.testing.assert_close(losses, wanted[2 * number : 2 * number + 2])
-        comm.Barrier()
+    alone = goes_on(comm, folder, optimizer, asynchronous)
     # One process, without ranks.
     last = Job(optimizer)
     assert load_checkpoint(folder, last.state) == 8
@@ -121,9 +95,8 @@ def test_parameters_that_ranks_hold_parts_of_become_those_of_any_others(P_world,
                 assert kept.restore({"model": fewer, "optimizer": optimizer}) == 5
             trained(fewer, optimizer, scattered(fewer))
             trained(plain, again, {})
-            torch.testing.assert_close(
-                gather_state_dict(fewer), dict(plain.state_dict()), rtol=1e-14, atol=1e-14
-            )
+            found, wanted = gather_state_dict(fewer), dict(plain.state_dict())
+            torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
     comm.Barrier()
 
 
@@ -141,9 +114,8 @@ def test_an_lbfgs_of_cut_parameters_is_refused_by_the_name_of_one(P_world, comm,
 
 def test_split_tensors_go_into_another_layout(P_world, kept):
     whole = torch.arange(35.0).view(5, 7)
-    rows, columns = (
-        P_world.create_cartesian_topology_partition(s) for s in ((P_world.size, 1), (1, P_world.size))
-    )
+    grids = (P_world.size, 1), (1, P_world.size)
+    rows, columns = map(P_world.create_cartesian_topology_partition, grids)
     kept.save({"x": shard(rows, whole)}, 1)
     found = shard(columns, torch.zeros(5, 7))
     assert kept.restore({"x": found}) == 1
@@ -238,10 +210,8 @@ def test_different_copies_are_no_checkpoint(P_world, comm, folder, asynchronous)
         if comm.rank == comm.size - 1:
             state["s"]["x"][5] += 1
         if comm.size > 1:
-            with pytest.raises(
-                MismatchError,
-                match=rf"'s/x', which ranks .* hold: .* on rank 0, but .* on rank {comm.size - 1}",
-            ):
+            words = rf"'s/x', which ranks .* hold: .* on rank 0, but .* on rank {comm.size - 1}"
+            with pytest.raises(MismatchError, match=words):
                 kept.save(state, 2)
         assert kept.restore(state) == 1
         assert [each.name for each in folder.iterdir()] == ["step-1"]
@@ -337,6 +307,9 @@ def flipped(at):
         (DATA, lambda data: data[:-7], r"data.safetensors is damaged: it has \d+ bytes instead of \d+"),
         (DATA, None, r"data.safetensors is damaged: it is missing"),
         (MANIFEST, lambda data: data[:-7], r"manifest.json is damaged: it is no manifest"),
+        *((MANIFEST, lambda _, text=text: text, r"manifest.json is damaged: it is no manifest") for text in (
+            b"[" * 100_000, b'{"a":' * 100_000, "{}".encode("utf-16"), bytes(99), b"5", b'{"body": 1}',
+        )),
         (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3'), r"its checksum does not fit"),
         (MANIFEST, lambda data: data.replace(b'"version": 1', b'"version": 9'), r"is of version 9.*damaged"),
     ],
@@ -354,35 +327,19 @@ def test_damage_is_named_on_all_ranks_and_nothing_is_changed(comm, folder, file,
     assert kept.restore(state, step=1) == 1
 
 
-@pytest.mark.parametrize("name", ["step-2", "step-2.old"])
-def test_a_directory_of_others_is_in_the_way_and_stays(comm, folder, name, kept):
-    state = {"x": torch.ones(50)}
-    kept.save(state, 1)
-    if comm.rank == 0:
-        (folder / name).mkdir()
-        (folder / name / "theirs").write_text("kept")
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=f"{name} is in the way"):
-            kept.save(state, 2)
-    assert (folder / name / "theirs").read_text() == "kept"
-    assert kept.restore(state) == 1
-    kept.save(state, 3)
-
-
-def test_half_written_ones_are_passed_over(P_world, comm, folder):
+def test_half_written_ones_are_passed_over(P_world, comm, folder, kept):
     state = {"x": torch.zeros(50)}
-    with Checkpoints(folder, machine=P_world) as kept:
-        path = kept.save(state, 1)
-        if comm.rank == 0:
-            shutil.copytree(path, folder / "step-2.tmp")
-            shutil.copytree(path, folder / "step-3")
-            (folder / "step-3" / MANIFEST).unlink()
-            (folder / "step-5").mkdir()
-            (folder / "step-5" / ".metadata").touch()  # of torch.distributed.checkpoint
-        comm.Barrier()
-        assert kept.restore(state) == 1
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save(state, 4)
+    path = kept.save(state, 1)
+    if comm.rank == 0:
+        shutil.copytree(path, folder / "step-2.tmp")
+        shutil.copytree(path, folder / "step-3")
+        (folder / "step-3" / MANIFEST).unlink()
+        (folder / "step-5").mkdir()
+        (folder / "step-5" / ".metadata").touch()  # of torch.distributed.checkpoint
+    comm.Barrier()
+    assert kept.restore(state) == 1
+    with Checkpoints(folder, machine=P_world) as again:
+        again.save(state, 4)
         assert sorted(each.name for each in folder.iterdir()) == ["step-1", "step-4", "step-5"]
 
 
@@ -395,16 +352,8 @@ def test_another_model_is_refused_by_its_keys_and_shapes(P_world, kept):
     for state, error, words in (
         (wider.state, ShapeError, r"step-1: 'model: first.weight' is float64 of shape \(4, 1, 3, 3\) in it"),
         (wider.state, ShapeError, r"in it, and float64 of shape \(5, 1, 3, 3\) here"),
-        (
-            {"model": other},
-            CheckpointError,
-            r"step-1: it is not of the model 'model': it lacks '0.weight' \(fl",
-        ),
-        (
-            {"model": other},
-            CheckpointError,
-            r"shape \(1,\)\), and has 'first.weight' \(float64 of shape .* more",
-        ),
+        ({"model": other}, CheckpointError, r"it is not of the model 'model': it lacks '0.weight' \(fl"),
+        ({"model": other}, CheckpointError, r"shape \(1,\)\), and has 'first.weight' \(float64 of .* more"),
         ({"model": job.model, "optimizer": sgd}, CheckpointError, "'optimizer' is Adam in it, and SGD"),
         ({"critic": job.model}, CheckpointError, r"it has no 'critic', only \['average'"),
         ({"loader": 3}, CheckpointError, r"'loader' is an object with state_dict\(\), or"),
@@ -470,12 +419,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(comm, kept):
     for state, step, error, words in (
         ({"y": odd}, 2, UnsupportedError, "'y' is a object, which has no form"),
         ({"x": 1}, -1, ConfigurationError, "step is an integer, at least 0, got -1"),
-        (
-            nn.Linear(1, 1),
-            2,
-            ConfigurationError,
-            r"a state is a dict such as {'model': model}, got a 'Lin",
-        ),
+        (nn.Linear(1, 1), 2, ConfigurationError, "a state is a dict such as {'model': model}, got a 'Lin"),
         ({(1, comm.rank): 1}, 2, UnsupportedError, r"names of the state are strings, got \(1, "),
         *(differing if comm.size > 1 else []),
     ):
@@ -495,12 +439,8 @@ def test_arguments_are_checked_and_compared(P_world, comm, folder):
         (folder, {"every": 0}, ConfigurationError, "every is at least 1 or None, got 0"),
         (folder / "a" / "b", {}, CheckpointError, "its parent exists"),
         *((folder, {"stop_on": wrong}, ConfigurationError, signals) for wrong in ("SIGUSR1", 10**6, [None])),
-        *(
-            [(other, {}, ConfigurationError, r"folder: .*run-0 on rank 0, but .*run-1 on rank 1")]
-            if comm.size > 1
-            else []
-        ),
-    ):
+        (other, {}, ConfigurationError, r"folder: .*run-0 on rank 0, but .*run-1 on rank 1"),
+    )[: None if comm.size > 1 else -1]:
         with pytest.raises(error, match=words):
             Checkpoints(path, **options, machine=P_world)
 
@@ -512,17 +452,10 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, fold
     with Checkpoints(folder, asynchronous=asynchronous, machine=P_world) as kept:
         kept.save(state, 1)
         kept.wait()
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        last = comm.rank == comm.size - 1
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19 if last else soft, hard))
-        try:
-            full = pytest.raises(
-                CheckpointError, match=r"data.safetensors failed: .*File too large; .*check space"
-            )
-            with full:
-                _ = kept.save(state, 2), kept.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        words = r"data.safetensors failed: .*File too large; .*check space"
+        limit = 1 << 19 if comm.rank == comm.size - 1 else None
+        with files_up_to(limit), pytest.raises(CheckpointError, match=words):
+            _ = kept.save(state, 2), kept.wait()
         assert [path.name for path in folder.iterdir()] == ["step-1"]
         state["x"].zero_()
         assert kept.restore(state) == 1
@@ -530,18 +463,17 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(P_world, comm, fold
         kept.save(state, 2)
 
 
-def test_generators_that_differ_are_those_of_their_rank(P_world, comm, folder):
+def test_generators_that_differ_are_those_of_their_rank(comm, folder, kept):
     torch.manual_seed(comm.rank)
-    with Checkpoints(folder, machine=P_world) as kept:
-        kept.save({}, 1)
-        wanted = torch.rand(3)
-        assert kept.restore({}) == 1
-        assert torch.equal(torch.rand(3), wanted)
+    kept.save({}, 1)
+    wanted = torch.rand(3)
+    assert kept.restore({}) == 1
+    assert torch.equal(torch.rand(3), wanted)
     if comm.size > 1 and comm.rank == 0:
-        with Machine(comm, [0]) as machine, Checkpoints(folder, machine=machine) as kept:
+        with Machine(comm, [0]) as machine, Checkpoints(folder, machine=machine) as alone:
             with pytest.raises(UnsupportedError, match="seed all ranks alike"):
-                kept.restore({})
-            assert kept.restore({}, generators=False) == 1
+                alone.restore({})
+            assert alone.restore({}, generators=False) == 1
     comm.Barrier()
     assert json.loads((folder / "step-1" / MANIFEST).read_text())["body"]["ranks"] == comm.size
 
@@ -550,7 +482,7 @@ def test_generators_that_differ_are_those_of_their_rank(P_world, comm, folder):
 def test_torchs_checkpoint_saves_split_tensors_by_blocks_and_fills_other_layouts(comm, P_world, folder):
     dist.init_process_group("rma")
     n, whole = P_world.size, torch.arange(15.0).view(3, 5)
-    rows, columns = (P_world.create_cartesian_topology_partition(shape) for shape in ((n, 1), (1, n)))
+    rows, columns = map(P_world.create_cartesian_topology_partition, ((n, 1), (1, n)))
     saved = {"cut": shard(rows, whole), "copies": shard(rows, whole + 1).redistribute()}
     dcp.save(saved, checkpoint_id=folder)
     found = {"cut": shard(columns, torch.zeros(3, 5)), "copies": torch.zeros(3, 5)}

@@ -10,18 +10,12 @@ import torch
 from distdl_rma import CheckpointError, Checkpoints, UnsupportedError, load_checkpoint
 from distdl_rma.jobs.checkpoints import files
 from distdl_rma.jobs.checkpoints.files import DATA, MANIFEST
-from tests.jobs.checkpoints.training import same_folder
 
 LEAVES = pytest.mark.filterwarnings("ignore:.*run that was left:RuntimeWarning")
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture
-def folder(comm, tmp_path):
-    return same_folder(comm, tmp_path) / "run"
 
 
 def kept_of(folder, *steps, **options):
@@ -206,6 +200,7 @@ def test_what_others_have_put_into_the_folder_stays(comm, folder):
         "step-by-step.tmp/x",
         "step-07/x",
         "step-x",
+        "step-12/x",
     )
     if comm.rank == 0:
         for each in theirs:
@@ -218,11 +213,11 @@ def test_what_others_have_put_into_the_folder_stays(comm, folder):
     with kept:
         kept.save({"x": torch.zeros(3)}, 8)
         kept.wait()
-        for step in (1, 6, 7, 9):
-            with pytest.raises(
-                CheckpointError, match="is in the way, with files of no checkpoint of this library"
-            ):
+        for step in (1, 6, 7, 9, 12) * 2:
+            words = rf"step-{step}\S* is in the way, with files of no checkpoint of this library"
+            with pytest.raises(CheckpointError, match=words):
                 kept.save({"x": torch.zeros(3)}, step)
+        assert kept.restore({"x": torch.zeros(3)}) == 8
     with Checkpoints(folder, keep=1) as again:
         for step in (10, 11):
             again.save({"x": torch.zeros(3)}, step)

@@ -63,11 +63,9 @@ def test_a_flipped_bit_changes_the_checksum(part, data):
 
 def test_the_safetensors_package_reads_all_dtypes(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {
-        f"x.{name}": values(Part(Item("", dtype, (3, 5), 0), Box(()))) for name, dtype in NAMED_DTYPES.items()
-    }
+    wide = {name: dtype for name, dtype in NAMED_DTYPES.items() if name != "bool"}
+    tensors = {name: values(Part(Item("", dtype, (3, 5), 0), Box(()))) for name, dtype in wide.items()}
     tensors["bool"] = torch.tensor([True, False])
-    tensors.pop("x.bool")
     kinds = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
     head, items = planned(kinds, 3)
     file = tmp_path / "data.safetensors"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim.swa_utils import AveragedModel
 
-from distdl_rma import distribute
+from distdl_rma import Checkpoints, Machine, distribute
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -94,7 +92,35 @@ class Job:
         if hasattr(self.model, "distributed"):
             self.model.distributed.close()
 
+    def tensors(self):
+        """All tensors of the job that are on its device."""
+        found = [*self.model.state_dict().values(), *self.state["average"].parameters()]
+        for values in self.optimizer.state.values():
+            # Torch keeps the steps of Adam on the host.
+            found += [x for key, x in values.items() if key != "step" and isinstance(x, torch.Tensor)]
+        return [*found, self.state["best"], *self.state["seen"]["last"]]
 
-def same_folder(comm, tmp_path: Path) -> Path:
-    """The folder of the first rank, on all ranks."""
-    return Path(comm.bcast(str(tmp_path)))
+
+def goes_on(comm, folder, optimizer, asynchronous, places=("cpu",) * 4):
+    """Steps of a job that goes on at each of the places, on other ranks; returns one that was not killed."""
+    alone = Job(optimizer)
+    torch.manual_seed(7)
+    wanted = alone.steps(8)
+    # From one of the ranks to all; the others take no part.
+    for number, size in enumerate([1, comm.size, max(1, comm.size - 1), min(2, comm.size)]):
+        if comm.rank < size:
+            with Machine(comm, range(size)) as machine:
+                job = Job(optimizer, machine.partition(), device=places[number])
+                torch.manual_seed(7 if not number else 99)
+                with Checkpoints(folder, asynchronous=asynchronous, machine=machine) as kept:
+                    assert kept.restore(job.state) == job.state["epoch"] == 2 * number
+                    assert {x.device.type for x in job.tensors()} == {torch.device(places[number]).type}
+                    losses = job.steps(2)
+                    kept.save(job.state, 2 * number + 2)
+                    # What is saved is that of the call.
+                    for x in job.tensors():
+                        x.detach().zero_()
+                job.close()
+            torch.testing.assert_close(losses, wanted[2 * number : 2 * number + 2])
+        comm.Barrier()
+    return alone

@@ -107,9 +107,12 @@ def test_replicas_have_samples_of_their_own(comm, P_world, own_grid):
 def test_a_last_step_has_as_many_samples_for_each_replica_of_any_shapes(comm):
     if comm.size != 2:
         return
-    for batch, drop_last, sizes in (
-        (2, False, [2, 2, 1]), (2, True, [2, 2]), (4, False, [4, 1]), (3, False, [3, 2]),
-    ):  # fmt: skip
+    for batch, drop_last, *sizes in (
+        (2, False, 2, 2, 1),
+        (2, True, 2, 2),
+        (4, False, 4, 1),
+        (3, False, 3, 2),
+    ):
         loader = ShardLoader(made(grid=(1, 1)), batch, replicas=2, drop_last=drop_last)
         found = [len(number) for _, _, number in loader]
         assert found == sizes and len(loader) == len(found) and comm.allgather(found) == [found] * 2
@@ -304,9 +307,8 @@ def test_samples_that_differ_between_ranks_are_refused_when_they_come(comm):
     loader = ShardLoader(ShardDataset(images, grid={"H": -1}))
     loop = iter(loader)
     next(loop)
-    with pytest.raises(
-        MismatchError, match=r"dtypes and shapes of a batch of replica 0: .* on rank 0, but .* on rank 1"
-    ):
+    words = r"dtypes and shapes of a batch of replica 0: .* on rank 0, but .* on rank 1"
+    with pytest.raises(MismatchError, match=words):
         next(loop)
 
 

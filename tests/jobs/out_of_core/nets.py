@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.memory import peak_kib
 from distdl_rma import Source, plan_prediction, predict
 from tests.layers.model.nets import UNet
 from tests.run_mpi import completed
@@ -90,12 +90,6 @@ def said(script, *arguments, status=0):
     return done.stdout
 
 
-def resident(key):
-    """A line of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-
-
 def measured(arguments):
     """The growth of this process during a prediction, and what the plan says."""
     model = seeded(lambda: MEASURED[arguments["model"]](**arguments["net"]))
@@ -109,10 +103,8 @@ def measured(arguments):
     source = Source(tuple(extents), torch.float32, read)
     options = {"memory": arguments["memory"], "scratch": arguments["scratch"], "post": post}
     plan = plan_prediction(model, source, **options)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    predict(model, source, arguments["out"], **options)
-    print(json.dumps({"grown": resident("VmHWM") - before, "planned": plan.nbytes}))
+    grown = peak_kib(lambda: predict(model, source, arguments["out"], **options), steps=1) << 10
+    print(json.dumps({"grown": grown, "planned": plan.nbytes}))
 
 
 if __name__ == "__main__":

@@ -94,16 +94,8 @@ def by_monai(folder, model, after):
 
 
 def predicted(folder, *options):
-    arguments = [
-        "--bundle",
-        str(folder / "bundle"),
-        "--in",
-        str(folder / "x.nii"),
-        "--grid",
-        "4x1x1",
-        "--quiet",
-    ]
-    return ["predict", *arguments, "--out", str(folder / "y.npy"), *options]
+    files = f"--bundle {folder}/bundle --in {folder}/x.nii --out {folder}/y.npy".split()
+    return ["predict", *files, "--grid", "4x1x1", "--quiet", *options]
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -127,9 +119,8 @@ def test_ranks_share_the_volume_and_have_equal_numbers_of_the_whole(tmp_path):
     assert done.returncode == 0, done.stderr
     again = completed([*mpiexec(2), *program, *predicted(tmp_path), "--bundle", str(tmp_path)])
     assert again.returncode == 1 and again.stderr.count("is no bundle of MONAI") == 1
-    np.testing.assert_allclose(
-        np.load(tmp_path / "y.npy"), by_monai(tmp_path, model, []), rtol=1e-4, atol=1e-5
-    )
+    want = by_monai(tmp_path, model, [])
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), want, rtol=1e-4, atol=1e-5)
 
 
 REFUSED = {
@@ -154,7 +145,6 @@ def test_other_transforms_are_refused_by_name(tmp_path, case, capsys):
 
 
 def test_channels_that_are_last_are_refused(tmp_path, capsys):
-    nibabel = pytest.importorskip("nibabel")
     written(tmp_path, [], [])
     nibabel.save(nibabel.Nifti1Image(np.ones((2, 6, 8, 2), np.float32), np.eye(4)), tmp_path / "x.nii")
     assert main(predicted(tmp_path)) == 1

@@ -1,6 +1,5 @@
 """The command ``distdl_rma predict``."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from distdl_rma import Checkpoints, open_array
+from distdl_rma.__main__ import main
 from tests.jobs.out_of_core.nets import UNet, seeded, whole
 from tests.run_mpi import completed, mpiexec
 
@@ -99,29 +99,21 @@ REFUSED = [
     (["mine:make", "--checkpoint", "runs"], "nor has it a complete one; there are some in best"),
     (["mine:make", "--checkpoint", "runs/best"], "is of another model"),
 ]
-# Commands one after the other in a process: most of the time of one is that of its imports.
-COMMANDS = """
-import contextlib, io, json, sys
-from distdl_rma.__main__ import main
-
-for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = main(["predict", *arguments])
-    print(json.dumps([status, said.getvalue()]))
-"""
 
 
-def test_arguments_that_do_not_fit_are_one_line_of_error(tmp_path):
+def test_arguments_that_do_not_fit_are_one_line_of_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     for name, channels in (("x", 1), ("colours", 3)):
         np.save(tmp_path / f"{name}.npy", np.zeros((channels, 40, 30), np.float32))
     (tmp_path / "runs").mkdir()
     with Checkpoints(tmp_path / "runs/best") as checkpoints:
         checkpoints.save({"model": UNet(3, "instance")}, 1)
-    calls = json.dumps([["--in", "x.npy", *arguments] for arguments, _ in REFUSED])
-    done = command(tmp_path, calls, program=("-c", COMMANDS))
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    for (status, said), (arguments, text) in zip(outcomes, REFUSED, strict=True):
+    for arguments, text in REFUSED:
+        status, said = main(["predict", "--in", "x.npy", *arguments]), capsys.readouterr().err
         assert (status, said.count("\n")) == (1, 1) and text in said, (arguments, said)
+    del sys.modules["mine"]
 
 
 def test_ranks_predict_together_and_a_function_that_raises_ends_them_all(tmp_path):

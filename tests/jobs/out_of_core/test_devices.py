@@ -26,7 +26,6 @@ from distdl_rma.jobs.out_of_core.predict import Predictor
 from distdl_rma.layers import staging
 from tests.fake_device import NAME, needs_fake_device
 from tests.fake_memory import allocated, limited, register
-from tests.jobs.checkpoints.training import same_folder
 from tests.jobs.out_of_core.nets import Calls, Gated, seeded, whole
 
 # A prediction itself runs virtual ranks.
@@ -67,11 +66,6 @@ def device(monkeypatch):
     # An engine that has begun before has no threads for the device, which is not needed here either.
     staging.backward_in_this_thread()
     return register()
-
-
-@pytest.fixture
-def folder(comm, tmp_path):
-    return same_folder(comm, tmp_path)
 
 
 def classes(y):

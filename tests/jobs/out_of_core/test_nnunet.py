@@ -76,12 +76,13 @@ np.save("own.npy", found)
 """
 
 
+PROGRAM = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "predict", "--nnunet"]
+
+
 def changed(channels, changes):
     """The plans with other channels, and other entries of the configuration."""
-    masks = {
-        "use_mask_for_norm": [True] * channels,
-        "normalization_schemes": ["ZScoreNormalization"] * channels,
-    }
+    schemes = ["ZScoreNormalization"] * channels
+    masks = {"use_mask_for_norm": [True] * channels, "normalization_schemes": schemes}
     chosen = PLANS["configurations"]["3d_fullres"] | masks | changes
     numbers = {"mean": 1.5, "std": 2.0, "percentile_00_5": -0.5, "percentile_99_5": 3.5}
     properties = {str(n): numbers for n in range(channels)}
@@ -136,14 +137,11 @@ def written(folder, labels="labels", channels=1, **changes):
 )
 def test_labels_are_those_of_nnunet_with_one_tile(tmp_path, labels, folds, out):
     model = written(tmp_path, labels)
-    program = [sys.executable, "-m", "mpi4py", "-m", "distdl_rma", "predict", "--nnunet", str(model)]
     several = [] if "," in folds else ["--fold", folds]
     files = ["--in", "scan.nii", "--out", out, "--grid", "3x1x1", "--quiet"]
     files += [] if out == "y.npy" else ["--chunks", "4x4x4"]
-    for command in (
-        [*mpiexec(2), *program, *several, *files],
-        [sys.executable, "-c", BY_NNUNET, str(model), folds],
-    ):
+    ours = [*mpiexec(2), *PROGRAM, str(model), *several, *files]
+    for command in (ours, [sys.executable, "-c", BY_NNUNET, str(model), folds]):
         done = completed(command, 200, tmp_path)
         assert done.returncode == 0, done.stderr
     result = open_array(tmp_path / out)
@@ -155,19 +153,7 @@ def test_labels_are_those_of_nnunet_with_one_tile(tmp_path, labels, folds, out):
 
 
 def test_an_error_is_one_line_of_all_ranks(tmp_path):
-    program = [
-        sys.executable,
-        "-m",
-        "mpi4py",
-        "-m",
-        "distdl_rma",
-        "predict",
-        "--nnunet",
-        "absent",
-        "--in",
-        "x.nii",
-    ]
-    done = completed([*mpiexec(2), *program], 60, tmp_path)
+    done = completed([*mpiexec(2), *PROGRAM, "absent", "--in", "x.nii"], 60, tmp_path)
     assert done.returncode == 1 and done.stderr.count("absent is no folder that nnU-Net has trained") == 1
 
 
@@ -215,10 +201,7 @@ def test_a_volume_is_prepared_as_by_nnunet(tmp_path, order):
 
 
 REFUSED = {
-    "another spacing": (
-        {"spacing": [0.7, 1.0, 0.8]},
-        r"\[0.7, 0.8, 2.0\], the plans \[0.7, 0.8, 1.0\]",
-    ),
+    "another spacing": ({"spacing": [0.7, 1.0, 0.8]}, r"\[0.7, 0.8, 2.0\], the plans \[0.7, 0.8, 1.0\]"),
     "slices": ({"patch_size": [8, 8]}, "take a 3d one"),
     "a cascade": ({"previous_stage": "3d_lowres"}, "also takes the result of another one"),
     "another preprocessor": ({"preprocessor_name": "Mine"}, "what its plans name .'Mine'. is none of"),

@@ -13,22 +13,20 @@ from distdl_rma import (
     ArgumentError,
     ConfigurationError,
     DataError,
-    DistdlError,
     Machine,
     MismatchError,
     PeerFailedError,
     ShapeError,
     Sink,
     Source,
-    open_array,
     plan_prediction,
     predict,
 )
 from distdl_rma.jobs.data.sinks import ArraySink
 from distdl_rma.jobs.out_of_core.results import Results
 from tests.fuzz import predictions as fuzz
-from tests.jobs.checkpoints.training import same_folder
 from tests.jobs.out_of_core.nets import Calls, UNet, seeded, whole
+from tests.layers.sources import formats
 from tests.matrix import check_each, over_seeds
 
 # A prediction itself runs virtual ranks.
@@ -56,6 +54,16 @@ FUNCTIONS = {
 }
 
 
+WRITER = {"h5": "h5py", "npy": "numpy", "zarr": "zarr"}
+
+
+def close(path, model, x):
+    """Compare a file with what the model makes of an image, or of several with their channels."""
+    found, x = torch.from_numpy(formats.whole(path)), torch.as_tensor(x)
+    want = whole(model, x) if x.dim() == 4 else whole(model, x[None, None])[0]
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_all_slabs(comm, name):
     model, x = seeded(lambda: Calls(FUNCTIONS[name])), torch.rand(1, 1, 50, 20)
@@ -67,10 +75,10 @@ def test_functions_of_all_slabs(comm, name):
 @pytest.mark.parametrize("slabs", [7, 2])
 @pytest.mark.parametrize("suffix", ["npy", "h5", "zarr"])
 def test_each_process_writes_its_slabs_and_no_two_of_them_one_chunk(
-    comm, tmp_path, suffix, slabs, seen, monkeypatch
+    comm, folder, suffix, slabs, seen, monkeypatch
 ):
-    pytest.importorskip({"h5": "h5py", "npy": "numpy", "zarr": "zarr"}[suffix])
-    folder, path, chunks, rows = same_folder(comm, tmp_path), f"y.{suffix}", set(), []
+    pytest.importorskip(WRITER[suffix])
+    path, chunks, rows = f"y.{suffix}", set(), []
     model, x = seeded(lambda: UNet(2, "instance" if slabs == 7 else "none")), torch.rand(110, 30)
     write = ArraySink.__setitem__
 
@@ -86,8 +94,7 @@ def test_each_process_writes_its_slabs_and_no_two_of_them_one_chunk(
         monkeypatch.setattr(Results, "seen", lambda self: [comm.rank])
     assert predict(model, x, folder / path, grid={"H": slabs}, comm=comm) is None
     comm.Barrier()
-    found = torch.as_tensor(np.asarray(open_array(folder / path)[0:3, 0:110, 0:30]))
-    torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
+    close(folder / path, model, x)
     assert [each.name for each in folder.iterdir()] == [path]
     of_all = comm.allgather(chunks)
     assert sorted(row for each in comm.allgather(rows) for row in each) == [*range(110)]
@@ -98,9 +105,9 @@ def test_each_process_writes_its_slabs_and_no_two_of_them_one_chunk(
 
 @pytest.mark.parametrize("suffix", ["npy", "zarr"])
 def test_a_result_that_was_complete_when_its_process_was_killed_is_taken_up(
-    comm, tmp_path, suffix, monkeypatch
+    comm, folder, suffix, monkeypatch
 ):
-    folder, model, x = same_folder(comm, tmp_path), seeded(lambda: UNet(2, "none")), torch.ones(40, 30)
+    model, x = seeded(lambda: UNet(2, "none")), torch.ones(40, 30)
     path = folder / f"y.{suffix}"
     with monkeypatch.context() as killed:
         # Before it could remove the folder of the progress.
@@ -114,52 +121,34 @@ def test_a_result_that_was_complete_when_its_process_was_killed_is_taken_up(
     assert [each.name for each in folder.iterdir()] == [path.name]
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("suffix", ["npy", "zarr"])
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_a_later_call_goes_on(
-    comm, tmp_path, suffix, monkeypatch
+@pytest.mark.parametrize(("suffix", "what"), [("npy", "read"), ("npy", "write"), ("zarr", "write")])
+def test_a_read_or_write_that_fails_on_one_rank_is_an_error_on_all_and_a_later_call_goes_on(
+    comm, folder, suffix, what, monkeypatch
 ):
-    pytest.importorskip({"npy": "numpy", "zarr": "zarr"}[suffix])
-    folder = same_folder(comm, tmp_path)
+    pytest.importorskip(WRITER[suffix])
     model, x, path = seeded(lambda: UNet(2, "none")), torch.rand(160, 20), folder / f"y.{suffix}"
-    write = ArraySink.__setitem__
+    failing, write = {what} if comm.rank == comm.size - 1 else set(), ArraySink.__setitem__
+
+    def read(box):
+        if "read" in failing and box[0].start > 60:
+            raise OSError("this disk is broken")
+        return x[box]
 
     def full(sink, box, values):
-        if box[1].start > 60 and comm.rank == comm.size - 1:
+        if "write" in failing and box[1].start > 60:
             raise OSError(28, "No space left on device")
         write(sink, box, values)
 
     monkeypatch.setattr(ArraySink, "__setitem__", full)
-    with pytest.raises(DataError, match="No space left"):
-        predict(model, x, path, grid={"H": 9}, comm=comm)
-    monkeypatch.undo()
-    assert not path.exists()
-    predict(model, x, path, grid={"H": 9}, comm=comm)
-    comm.Barrier()
-    found = torch.as_tensor(np.asarray(open_array(path)[0:3, 0:160, 0:20]))
-    torch.testing.assert_close(found, whole(model, x[None, None])[0], rtol=1e-4, atol=1e-5)
-    assert [each.name for each in folder.iterdir()] == [path.name]
-
-
-def test_an_error_of_one_process_is_raised_on_all_and_a_later_call_goes_on(comm, tmp_path):
-    folder = same_folder(comm, tmp_path)
-    model, x = seeded(lambda: UNet(2, "none")), np.random.default_rng(0).random((200, 20), np.float32)
-    reads, path = [], folder / "y.npy"
-
-    def read(box):
-        reads.append(box)
-        if len(reads) == 2 and comm.rank == comm.size - 1:
-            raise OSError("this disk is broken")
-        return x[box]
-
     source = Source(x.shape, x.dtype, read)
-    with pytest.raises(DistdlError, match="broken"):
-        predict(model, source, path, grid={"H": 8}, comm=comm)
+    with pytest.raises(DataError, match="broken" if what == "read" else "No space left"):
+        predict(model, source, path, grid={"H": 9}, comm=comm)
     assert not path.exists()
-    predict(model, source, path, grid={"H": 8}, comm=comm)
+    failing.clear()
+    predict(model, source, path, grid={"H": 9}, comm=comm)
     comm.Barrier()
-    want = whole(model, torch.from_numpy(x)[None, None])[0]
-    torch.testing.assert_close(torch.from_numpy(np.load(path)), want, rtol=1e-4, atol=1e-5)
+    close(path, model, x)
+    assert [each.name for each in folder.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("norm", ["none", "instance"])
@@ -182,9 +171,9 @@ def test_random_models_on_ranks_that_are_late(P_world, comm, seeds):
 
 
 @pytest.mark.parametrize(("suffix", "norm"), [("npy", "batch"), ("zarr", "batch"), ("npy", "instance")])
-def test_a_job_that_goes_on_reads_only_what_is_left(comm, tmp_path, suffix, norm):
-    pytest.importorskip({"npy": "numpy", "zarr": "zarr"}[suffix])
-    folder, model = same_folder(comm, tmp_path), seeded(lambda: UNet(2, norm))
+def test_a_job_that_goes_on_reads_only_what_is_left(comm, folder, suffix, norm):
+    pytest.importorskip(WRITER[suffix])
+    model = seeded(lambda: UNet(2, norm))
     x, reads = np.random.default_rng(0).random((2, 1, 96, 20), np.float32), []
     path, grid = folder / f"y.{suffix}", {"H": 16}
     # The last slabs have results only.
@@ -211,14 +200,13 @@ def test_a_job_that_goes_on_reads_only_what_is_left(comm, tmp_path, suffix, norm
     least = failing - 2 * (comm.size - 1) if norm == "batch" else 0
     assert again[-3:] == [(1, failing), (1, last - 1), (1, last)]
     assert again[0] >= (1, least) and len(set(again)) == len(again)
-    found = torch.as_tensor(np.asarray(open_array(path)[0:2, 0:3, 0:96, 0:20]))
-    torch.testing.assert_close(found, whole(model, torch.from_numpy(x)), rtol=1e-4, atol=1e-5)
+    close(path, model, x)
 
 
 @pytest.mark.parametrize("norm", ["none", "instance"])
-def test_the_bar_ends_at_its_end_also_of_a_job_that_goes_on(comm, tmp_path, norm, monkeypatch):
+def test_the_bar_ends_at_its_end_also_of_a_job_that_goes_on(comm, folder, norm, monkeypatch):
     rich = pytest.importorskip("rich.progress")
-    folder, model = same_folder(comm, tmp_path), seeded(lambda: UNet(2, norm))
+    model = seeded(lambda: UNet(2, norm))
     x, reads, bars = np.random.default_rng(0).random((2, 1, 96, 20), np.float32), [], []
     advance = rich.Progress.advance
 
@@ -324,8 +312,7 @@ def test_what_one_rank_does_wrong_is_an_error_on_all_and_they_can_go_on(comm, na
     assert torch.equal(predict(**good), torch.ones(1, 64, 16))
 
 
-def test_a_result_that_is_there_is_an_error_on_all(comm, tmp_path):
-    folder = same_folder(comm, tmp_path)
+def test_a_result_that_is_there_is_an_error_on_all(comm, folder):
     if comm.rank == 0:
         (folder / "y.npy").touch()
     comm.Barrier()

@@ -108,9 +108,8 @@ def test_the_next_slab_is_read_while_a_slab_computes(norm):
     y = predict(model, counting.source, grid={"H": 6})
     # The last slab has results only.
     assert ends == [2, 3, 4, 5, 5, 5]
-    torch.testing.assert_close(
-        y, whole(model, torch.from_numpy(counting.array)[None, None])[0], rtol=1e-4, atol=1e-5
-    )
+    want = whole(model, torch.from_numpy(counting.array)[None, None])[0]
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
 
 
 CASES = {

@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from distdl_rma.errors import ClosedError, ConfigurationError, DataError
 from distdl_rma.jobs.out_of_core.scratch import Extents, Scratch
+from tests.handles import files_up_to
 from tests.jobs.out_of_core.nets import said
 
 PAGE = 4096
@@ -186,7 +188,6 @@ def test_a_prefetch_fills_the_tensor_that_read_gets(tmp_path):
 
 
 def test_many_threads_write_read_and_free(tmp_path, monkeypatch):
-    wrong = []
     at_most_in_flight(monkeypatch, 8 * PAGE)
 
     def work(number):
@@ -199,17 +200,12 @@ def test_many_threads_write_read_and_free(tmp_path, monkeypatch):
             if turn % 2:
                 scratch.prefetch(region, into)
             scratch.read(region, into)
-            if not torch.equal(into, x):
-                wrong.append((number, turn))
+            assert torch.equal(into, x), (number, turn)
             scratch.free(region)
 
     with closing(Scratch(tmp_path)) as scratch:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(120)
-        assert not wrong
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         assert length(scratch) == 0
 
 
@@ -262,28 +258,15 @@ def test_a_read_that_fails_is_raised_also_after_a_prefetch(tmp_path, monkeypatch
         assert torch.equal(into, torch.ones(PAGE))
 
 
-LIMITED = """
-import resource, sys, torch
-from contextlib import closing
-from distdl_rma.errors import DataError
-from distdl_rma.jobs.out_of_core.scratch import Scratch
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-with closing(Scratch(sys.argv[1])) as scratch:
-    regions = [scratch.write(torch.full((1 << 18,), 1.0 * n)) for n in range(2)]
-    try:
-        [scratch.wait(region) for region in regions]
-    except DataError as error:
-        print(error)
-    for n, region in enumerate(regions):
-        into = torch.empty(1 << 18)
-        scratch.read(region, into)
-        assert into.eq(n).all()
-"""
-
-
-def test_the_system_s_limit_of_a_file_is_such_an_error(tmp_path):
-    assert "failed: File too large" in said(LIMITED, tmp_path, 3 << 19)
-    assert said(LIMITED, tmp_path, 2 << 20) == ""
+@pytest.mark.parametrize(("nbytes", "fits"), [(3 << 19, False), (2 << 20, True)])
+def test_the_system_s_limit_of_a_file_is_such_an_error(tmp_path, nbytes, fits):
+    with closing(Scratch(tmp_path)) as scratch, files_up_to(nbytes):
+        regions = [scratch.write(torch.full((1 << 18,), 1.0 * n)) for n in range(2)]
+        with nullcontext() if fits else pytest.raises(DataError, match="failed: File too large"):
+            for region in regions:
+                scratch.wait(region)
+        for n, region in enumerate(regions):
+            assert read_back(scratch, region, torch.empty(1 << 18)).eq(n).all()
 
 
 KILLED = """
@@ -346,10 +329,9 @@ def test_a_closed_file_refuses_calls_and_a_blocked_write(tmp_path, monkeypatch):
 
 
 def test_a_quota_that_is_none_and_a_folder_that_is_none_are_refused_by_name(tmp_path):
+    words = "the quota is a whole number of bytes or one with a unit"
     for quota in ("many", 0, -1, 1.5):
-        with pytest.raises(
-            ConfigurationError, match="the quota is a whole number of bytes or one with a unit"
-        ):
+        with pytest.raises(ConfigurationError, match=words):
             Scratch(tmp_path, quota)
     (tmp_path / "file").touch()
     for name in ("missing", "file"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from distdl_rma import Source
+from distdl_rma import Source, open_array
+from distdl_rma.layers.sources.reading import read_box
 
 
 def _npy(path, x):
@@ -127,3 +129,20 @@ FILES, ARRAYS = [*_FILES.values()], [*_ARRAYS.values()]
 def some(*names):
     """These formats."""
     return [OF[name] for name in names]
+
+
+def whole(source):
+    """All elements of a source, or of that of a path."""
+    source = open_array(source)
+    return read_box(source, [slice(0, n) for n in source.shape]).numpy()
+
+
+def holds_in_a_fork(check):
+    """Whether a check holds in a process that is forked off this one."""
+    if (child := os.fork()) == 0:
+        right = False
+        try:
+            right = check()
+        finally:
+            os._exit(0 if right else 1)
+    return os.waitpid(child, 0)[1] == 0

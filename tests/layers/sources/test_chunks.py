@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import pytest
@@ -38,25 +39,20 @@ def fetched(shape, chunks, grid):
     ]
     for rank in ranks:
         box = Decomposition.balanced(Partition(ranks, grid, rank), shape).box(rank)
-        parts = 1
-        for (start, stop), stops in zip(box.bounds, ends, strict=True):
-            parts *= (
-                sum(b - a for a, b in pairwise([0, *stops]) if a < stop and start < b) if stop > start else 0
-            )
-        total += parts
-    return total / np.prod(shape)
+        total += prod(
+            sum(b - a for a, b in pairwise([0, *stops]) if max(a, start) < min(b, stop))
+            for (start, stop), stops in zip(box.bounds, ends, strict=True)
+        )
+    return total / prod(shape)
 
 
 @pytest.mark.parametrize(
     ("shape", "chunks", "grid"),
     [
-        ((64, 64), (64, 64), (2, 2)),
-        ((64, 64), (8, 64), (1, 4)),
-        ((10, 64), (3, 16), (4, 3)),
-        ((64, 20), ((60, 4), (20,)), (3, 1)),
-        ((3, 64), (1, 64), (5, 3)),
+        ((64, 64), (64, 64), (2, 2)), ((64, 64), (8, 64), (1, 4)), ((10, 64), (3, 16), (4, 3)),
+        ((64, 20), ((60, 4), (20,)), (3, 1)), ((3, 64), (1, 64), (5, 3)),
     ],
-)
+)  # fmt: skip
 def test_the_warning_says_how_much_is_fetched(shape, chunks, grid):
     factor = fetched(shape, chunks, grid)
     text = said(shape, chunks, grid)

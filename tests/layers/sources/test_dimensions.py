@@ -94,9 +94,8 @@ def test_an_image_has_axes_in_the_order_of_ome_zarr_and_is_valid():
     models = pytest.importorskip("ome_zarr_models.v05.image")
     for axes in ("yx", "zyx", "cyx", "tyx", "czyx", "tczyx", "tzyx", None):
         dims = len(axes or "tczyx")
-        known = of_image(
-            fitting(dims, axes=axes, origin=range(dims), units=[None, *["mm"] * (dims - 1)]), dims
-        )
+        units = [None, *["mm"] * (dims - 1)]
+        known = of_image(fitting(dims, axes=axes, origin=range(dims), units=units), dims)
         attributes = models.ImageAttrs(**as_image(known, "x")["ome"])
         assert "".join(axis.name for axis in attributes.multiscales[0].axes) == (axes or "tczyx")
     for axes in ("x", "cx", "zcyx", "ctyx", "wzyx", "czyxw", "ttyx"):

@@ -15,6 +15,7 @@ import pytest
 from distdl_rma import ArgumentError, DataError, ShapeError, UnsupportedError, open_array
 from distdl_rma.layers.sources.raw import RawArray
 from distdl_rma.layers.sources.reading import read_box
+from tests.fuzz.hostile_files import MARK, Evil
 from tests.layers.sources.formats import OF
 
 
@@ -66,15 +67,9 @@ def test_what_is_no_source_is_refused(x):
         open_array(x, "name")
 
 
-STREAMS = {
-    "x.nii.gz": "gunzip --keep x.nii.gz",
-    "x.npz": "numpy.load('x.npz')",
-    "X.ZST": "unzstd X.ZST",
-}
-
-
 def test_paths_of_streams_and_of_unknown_suffixes_are_refused_with_what_to_do():
-    for name, command in STREAMS.items():
+    streams = {"x.nii.gz": "gunzip --keep x.nii.gz", "x.npz": "numpy.load('x.npz')", "X.ZST": "unzstd X.ZST"}
+    for name, command in streams.items():
         with pytest.raises(UnsupportedError, match=f"no random access.*{re.escape(command)}"):
             open_array(name)
     for name in ("x.png", "folder/x", "x.raw"):
@@ -83,10 +78,15 @@ def test_paths_of_streams_and_of_unknown_suffixes_are_refused_with_what_to_do():
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".h5", ".nc", ".tif", ".nii", ".zarr"])
-def test_missing_and_damaged_files_are_errors_with_the_path(suffix, tmp_path):
+def test_missing_and_damaged_files_and_pipes_are_errors_with_the_path(suffix, tmp_path):
     path = tmp_path / f"x{suffix}"
     with pytest.raises(DataError, match=f"x\\{suffix}: not found on"):
         open_array(path)
+    os.mkfifo(path)
+    # And not waited for.
+    with pytest.raises(DataError, match=f"x\\{suffix}: is a pipe or a device"):
+        open_array(path)
+    path.unlink()
     if suffix == ".zarr":
         path.mkdir()
     else:
@@ -118,26 +118,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(x, tmp_pat
             open_array(path)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    for suffix in (".npy", ".h5", ".nc", ".zarr", ".tif", ".nii"):
-        os.mkfifo(tmp_path / f"x{suffix}")
-        with pytest.raises(DataError, match=f"x\\{suffix}: is a pipe or a device"):
-            open_array(tmp_path / f"x{suffix}")
-
-
 def test_an_array_of_a_zarr_group_may_be_named_by_its_path(x, tmp_path):
     path, _, name = OF["zarr, group"](tmp_path, x).partition("::")
     assert np.array_equal(open_array(f"{path}/{name}")[(slice(0, 4), slice(0, 20))], x)
     with pytest.raises(ArgumentError, match=r"x\.zarr/scale has 2 arrays.*\['0', '1'\]"):
         open_array(f"{path}/scale")
-
-
-class Evil:
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +145,10 @@ def test_pickles_in_chunks_are_not_loaded_also_where_numcodecs_would(codecs, tmp
     }  # fmt: skip
     (tmp_path / "x.zarr").mkdir()
     (tmp_path / "x.zarr" / ".zarray").write_text(json.dumps(meta | codecs))
-    (tmp_path / "x.zarr" / "0").write_bytes(pickle.dumps(Evil(tmp_path / "owned")))
+    (tmp_path / "x.zarr" / "0").write_bytes(pickle.dumps(Evil(tmp_path)))
     with pytest.raises((DataError, ShapeError), match=r"x\.zarr"):
         read_box(open_array(tmp_path / "x.zarr"), (slice(0, 4),))
-    assert not (tmp_path / "owned").exists()
+    assert not (tmp_path / MARK).exists()
 
 
 def test_a_netcdf_variable_that_is_called_as_a_dimension_is_read(x, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from benchmarks.memory import peak_kib
 from distdl_rma import ArgumentError, DataError, open_array
 from distdl_rma.geometry.box import Box
 from distdl_rma.layers.sources import raw
@@ -117,17 +118,7 @@ def test_reading_needs_no_more_memory_than_the_box(dim, tmp_path):
 
 def peak_nbytes(call):
     """Most resident memory during a call, above that before it."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    found = call()
-    peak = resident("VmHWM") - before
-    assert found is not None
-    return peak
-
-
-def resident(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return peak_kib(call, steps=1) << 10
 
 
 @pytest.mark.parametrize("on_hosts", [False, True])
@@ -139,11 +130,8 @@ def test_writers_of_boxes_that_share_pages_do_not_disturb_each_other(on_hosts, t
         for _ in range(20):
             array[slice(0, 64), slice(column, column + 100)] = np.full((64, 100), column + 1, np.float32)
 
-    threads = [threading.Thread(target=write, args=(column,)) for column in (0, 100, 200)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, (0, 100, 200)))
     assert np.array_equal(np.load(tmp_path / "x.npy")[0, ::100], [1, 101, 201])
     assert np.ptp(np.load(tmp_path / "x.npy"), axis=0).max() == 0
 
@@ -162,9 +150,8 @@ def test_a_truncated_file_is_refused_when_it_is_opened_or_read(tmp_path):
 def npy(path, header, version=1, length=None):
     text = header.encode() + b" " * 20 + b"\n"
     size = len(text) if length is None else length
-    path.write_bytes(
-        b"\x93NUMPY" + bytes((version, 0)) + size.to_bytes(2 if version == 1 else 4, "little") + text
-    )
+    begin = bytes((version, 0)) + size.to_bytes(2 if version == 1 else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + begin + text)
     return path
 
 
