@@ -19,19 +19,8 @@ from distdl_rma.segments.collectives.reduction import Reduction, element_of
 from distdl_rma.segments.large_arrays import LARGE_NBYTES, by_threads, copy
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e38]
-DTYPES = [
-    "float32",
-    "float64",
-    "float16",
-    "complex64",
-    "int8",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint64",
-    "bool",
-    ">f4",
-]
+DTYPES = ["float32", "float64", "float16", ">f4", "complex64"]
+DTYPES += ["int8", "int64", "uint8", "uint16", "uint64", "bool"]
 
 
 @contextmanager

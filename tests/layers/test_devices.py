@@ -9,17 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import (
-    ConfigurationError,
-    DistdlError,
-    GradientSync,
-    ShapeError,
-    UnsupportedError,
-    distribute,
-    shard,
-)
+from distdl_rma import GradientSync, UnsupportedError, distribute, shard
 from distdl_rma.layers import staging
-from tests.fake_device import NAME, counted, needs_fake_device
+from tests.fake_device import counted, needs_fake_device
+from tests.layers.model.nets import UNet
 
 pytestmark = [
     pytest.mark.mpi,
@@ -27,30 +20,12 @@ pytestmark = [
     # Of torch's own kernel of a squared error on a device made of Python.
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized"),
 ]
-CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-UP = {1: "linear", 2: "bilinear", 3: "trilinear"}
-POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
-NORM = {
-    "batch": {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d},
-    "instance": {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d},
-}
 
 
-class UNet(nn.Module):
-    def __init__(self, dims, norm, drops=0.0):
-        super().__init__()
-
-        def block(a, b):
-            made = nn.GroupNorm(2, b) if norm == "group" else NORM[norm][dims](b, affine=True)
-            return nn.Sequential(CONV[dims](a, b, 3, padding=1), made, nn.ReLU())
-
-        self.first, self.pool, self.low = block(2, 4), POOL[dims](2), block(4, 4)
-        self.up = nn.Upsample(scale_factor=2, mode=UP[dims])
-        self.last = nn.Sequential(block(8, 4), nn.Dropout(drops), CONV[dims](4, 1, 1))
-
-    def forward(self, x):
-        y = self.first(x)
-        return self.last(torch.cat([y, self.up(self.low(self.pool(y)))], 1))
+def unet(dims, norm, drop=None):
+    net = UNet(dims, norm, classes=1, bilinear=True)
+    net.last = nn.Sequential(drop or nn.Identity(), net.last)
+    return net.double()
 
 
 def on(device, model):
@@ -61,7 +36,7 @@ def on(device, model):
 def batch(dims, step):
     source = torch.Generator().manual_seed(step)
     space = (16, 12, 8)[:dims]
-    return (torch.rand(2, n, *space, generator=source, dtype=torch.float64) for n in (2, 1))
+    return torch.rand(2, 2, 1, *space, generator=source, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +44,7 @@ def batch(dims, step):
 )
 def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monkeypatch, dims, norm):
     torch.manual_seed(1)
-    alone = UNet(dims, norm).double()
+    alone = unet(dims, norm)
     split = distribute(on(device, alone), {"DHW"[3 - dims]: -1})
     optimizers = [torch.optim.Adam(model.parameters()) for model in (alone, split)]
     for step in range(3):
@@ -97,13 +72,12 @@ def test_training_on_a_device_gives_what_one_process_gives(P_world, device, monk
 
 def test_only_edges_statistics_and_gradients_are_copied(P_world, comm, device):
     torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3, padding=1)
-    ).double()
-    split = distribute(model.to(device), {"H": -1})
+    parts = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 3, padding=1)
+    split = distribute(nn.Sequential(*parts).double().to(device), {"H": -1})
     for step in range(3):
+        x, wanted = batch(2, step)
         with counted() as moved:
-            x, wanted = (each.to(device) for each in batch(2, step))
+            x, wanted = torch.cat([x, x], 1).to(device), wanted.to(device)
             F.mse_loss(split(x), wanted).backward()
     word, neighbours = 8, (comm.rank > 0) + (comm.rank < comm.size - 1)
     # Of both convolutions forward; the input needs no gradient, so that one edge goes back.
@@ -204,30 +178,6 @@ def test_gradients_of_a_plain_model_are_summed_on_the_device(P_world, comm, devi
     torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(alone.parameters(), 0.1))
     torch.testing.assert_close(model[0].weight.grad.cpu(), alone[0].weight.grad)
     sync.close()
-
-
-def test_an_input_on_another_device_than_the_model_is_refused_with_both_names(P_world, comm, device):
-    split = distribute(nn.Conv2d(1, 1, 3, padding=1).to(device), {"H": -1})
-    x = torch.rand(1, 1, 12, 4)
-    with pytest.raises(ShapeError, match=rf"is on cpu, but the model is on {NAME}:0"):
-        split(x)
-    # On one rank only.
-    with pytest.raises(DistdlError, match=f"{NAME}:0"):
-        split(x if comm.rank == comm.size - 1 else x.to(device))
-    assert split(x.to(device)).device == device
-    split.distributed.close()
-
-
-def test_a_model_on_two_devices_is_refused_on_all_ranks(P_world, comm, device):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    if comm.rank == 0:
-        model[1].to(device)
-    with pytest.raises(ConfigurationError, match=r"'1.weight' is on fake:0, but others are on cpu"):
-        distribute(model, {"H": -1})
-    if comm.rank == 0:
-        model[0].to(device)
-    with pytest.raises(ConfigurationError, match="device"):
-        distribute(model, {"H": -1})
 
 
 def test_tensors_move_between_devices_by_the_names_of_these(P_world, device):

@@ -20,7 +20,6 @@ INITIALISED += ["batch norm of channels", "layer norm of a number", "linear"]
 
 
 def twins(P_world):
-    """Layers and the sequential ones."""
     made = [Twins(P_world, form) for form in INITIALISED[:-1]]
     made.append(Twins(P_world, INITIALISED[-1], ranks=[P_world.size - 1]))
     return nn.ModuleList(each.layer for each in made), nn.ModuleList(each.twin for each in made)

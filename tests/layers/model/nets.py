@@ -46,7 +46,8 @@ class UNet(nn.Module):
         self.down, self.middle, self.bottom = block(1, c), block(c, 2 * c), block(2 * c, 4 * c)
         self.pool = of_dims("MaxPool", dims)(2)
         if bilinear:
-            up = partial(nn.Upsample, scale_factor=2, mode="bilinear", align_corners=True)
+            mode = ("linear", "bilinear", "trilinear")[dims - 1]
+            up = partial(nn.Upsample, scale_factor=2, mode=mode, align_corners=True)
             self.up_middle, self.up, deep = up(), up(), (6 * c, 3 * c)
         else:
             up = of_dims("ConvTranspose", dims)

@@ -61,7 +61,6 @@ def rows(machine):
 
 
 def fine(split, device):
-    """Whether the model computes."""
     return split(X.to(device), torch.ones(1, 2).to(device)).device == device
 
 
@@ -73,8 +72,13 @@ def test_inputs_on_two_devices(split, device, last):
         MismatchError, match=rf"\(1, 2\) of torch.float32 on {NAME}:0.*\(1, 2\) of torch.float32,"
     ):
         split(X.to(device), by if last else by.to(device))
-    with pytest.raises(ShapeError, match=rf"\(1, 1, 12, 4\) is on cpu, but the model is on {NAME}:0; move"):
-        split(shard({"H": -1}, X))
+    for x in (X, shard({"H": -1}, X)):
+        with pytest.raises(
+            ShapeError, match=rf"\(1, 1, 12, 4\) is on cpu, but the model is on {NAME}:0; move"
+        ):
+            split(x)
+    with pytest.raises(MismatchError, match=f"{NAME}:0"):
+        split(X if last else X.to(device))
     with pytest.raises(MismatchError, match=f"on {NAME}:0, .* over dim 2.*torch.float32, .* over dim 2"):
         split(shard({"H": -1}, X if last else X.to(device)))
     where = f"on {NAME}:0, .* on cpu: move them"
@@ -83,21 +87,14 @@ def test_inputs_on_two_devices(split, device, last):
     assert fine(split, device)
 
 
-def test_a_model_that_is_moved_in_part(split, device):
-    split.last.to("cpu")
-    with pytest.raises(
-        ConfigurationError, match=rf"'last.weight' is on cpu, but others are on {NAME}:0: move"
-    ):
-        split(X.to(device))
-    split.last.to(device)
-    assert fine(split, device)
-
-
-def test_a_model_that_is_moved_in_part_on_one_rank(split, device, last):
-    if last:
+@pytest.mark.parametrize("error", [ConfigurationError, MismatchError])
+def test_a_model_that_is_moved_in_part_on_all_ranks_or_one(split, device, last, error):
+    if last or error is ConfigurationError:
         split.last.to("cpu")
-    with pytest.raises(MismatchError, match=rf"'last.weight' is on cpu, but others are on {NAME}:0: move"):
+    with pytest.raises(error, match=rf"'last.weight' is on cpu, but others are on {NAME}:0: move"):
         split(X.to(device))
+    if error is ConfigurationError:
+        assert fine(split.to(device), device)
 
 
 def test_a_model_that_is_moved_on_one_rank(split, device, last):
@@ -136,6 +133,10 @@ def test_blocks_without_memory(split, P_world, device, last):
 
 def test_a_device_that_one_rank_lacks(P_world, device, last):
     model = Conditional()
+    if not last:
+        model.last.to(device)
+    with pytest.raises(ConfigurationError, match=f"'last.weight' is on {NAME}:0, but others are on cpu"):
+        distribute(model, {"H": -1})
     if last:
         with pytest.raises(AssertionError, match="CUDA"):
             model.to("cuda:7")

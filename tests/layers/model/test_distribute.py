@@ -176,11 +176,7 @@ def adds_a_parametrisation(model):
     nn.utils.parametrizations.weight_norm(model[3])
 
 
-def changes_the_type(model):
-    model.float()
-
-
-CHANGES = [unfreezes, replaces_a_module, replaces_a_parameter, adds_a_parametrisation, changes_the_type]
+CHANGES = [unfreezes, replaces_a_module, replaces_a_parameter, adds_a_parametrisation, nn.Module.float]
 
 
 def steps(model, x, count=2):

@@ -12,7 +12,7 @@ from distdl_rma import UnsupportedError, distribute
 from distdl_rma.layers.checks.model_calls import Calls
 from tests.layers.model.training import whole
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
+pytestmark = pytest.mark.mpi(min_size=2)
 
 
 def test_torchs_modules_call_where_the_user_calls_the_outermost_and_hooks_where_they_are(

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from distdl_rma import distribute
 from distdl_rma.layers import staging
-from tests.fake_device import needs_fake_device, register
+from tests.fake_device import needs_fake_device
 from tests.layers.model import test_nets, training
 from tests.layers.model import test_training_features as loops
 from tests.zoo import zoo
@@ -32,11 +32,6 @@ LOOPS = {
 def _freeze(model):
     # In the last step the body has no gradient.
     return lambda step: model.body.requires_grad_(step + 2 < training.STEPS)
-
-
-@pytest.fixture
-def device():
-    return register()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from distdl_rma.layers import DistributedLinear
 from distdl_rma.layers.model import replica_check
 from distdl_rma.layers.model.replica_check import ReplicaSampler
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3)]
+pytestmark = pytest.mark.mpi(min_size=2)
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ConfigurationError, compare, distribute, report
 from tests.fake_device import NAME, counted, needs_fake_device
-from tests.layers.test_devices import UNet, batch, on
+from tests.layers.test_devices import batch, on, unet
 
 pytestmark = [
     pytest.mark.mpi,
@@ -21,9 +21,8 @@ pytestmark = [
 @pytest.mark.parametrize("there", [True, False])
 def test_a_model_on_a_device_equals_the_same_alone_there_or_on_the_host(P_world, device, there):
     torch.manual_seed(1)
-    alone = UNet(2, "batch").double()
     # A device has another generator than that of the host, by which split tensors draw.
-    alone.last[1] = nn.Dropout2d(0.0 if there else 0.3)
+    alone = unet(2, "batch", nn.Dropout2d(0.0 if there else 0.3))
     split = distribute(on(device, alone), {"H": -1})
     alone = alone.to(device) if there else alone
     x, wanted = (each.to(device) for each in batch(2, 0))
@@ -60,15 +59,15 @@ def test_a_comparison_on_two_devices_is_refused_with_both_names(P_world, comm, d
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_a_report_has_the_bytes_that_the_device_has_copied(P_world, device, norm):
     torch.manual_seed(1)
-    split = distribute(on(device, UNet(2, norm, 0.3).double()), {"H": -1})
+    split = distribute(on(device, unet(2, norm, nn.Dropout(0.3))), {"H": -1})
     for step in range(3):
         x, wanted = (each.to(device) for each in batch(2, step))
         with counted() as moved, report(split) as seen:
             F.mse_loss(split(x), wanted).backward()
         assert (seen.nbytes_down, seen.nbytes_up) == (moved.down_nbytes, moved.up_nbytes)
     calls = {call.module: call for call in seen.calls}
-    assert calls["first.2"].nbytes_down == calls["first.2"].nbytes_up == 0 < calls["first.0"].nbytes_up
-    assert 0 < calls["first.0"].copied <= seen.copied < seen.seconds
+    assert calls["down.2"].nbytes_down == calls["down.2"].nbytes_up == 0 < calls["down.0"].nbytes_up
+    assert 0 < calls["down.0"].copied <= seen.copied < seen.seconds
     assert "between device and host: " in str(seen)
     assert seen.table().splitlines()[0].endswith("copied")
     split.distributed.close()

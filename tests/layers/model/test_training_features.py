@@ -30,6 +30,7 @@ from tests.layers.model.training import (
     split_as,
     whole,
 )
+from tests.layers.split.test_function_nodes import Sigmoid
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.in_turn(4)]
 
@@ -139,19 +140,6 @@ def test_autocast(model):
     return whole(loss)
 
 
-class Clipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clamp(-1, 1)
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, y = ctx.saved_tensors
-        return gradient * (x == y)
-
-
 class Scaled(torch.autograd.Function):
     """By a parameter of the model, which has a hook."""
 
@@ -190,9 +178,9 @@ class CheckpointedTwice(Net):
 
     def middle(self, y):
         z = checkpoint(lambda y: checkpoint(self.body, y, use_reentrant=False).sin(), y, use_reentrant=False)
-        z = checkpoint(lambda z: Clipped.apply(z.exp()) * z, z, use_reentrant=False)
+        z = checkpoint(lambda z: Sigmoid.apply(z.exp()) * z, z, use_reentrant=False)
         parts = nn.Sequential(self.frozen, nn.Tanh())
-        return y + checkpoint(parts, Clipped.apply(z) * y, use_reentrant=False)
+        return y + checkpoint(parts, Sigmoid.apply(z) * y, use_reentrant=False)
 
 
 @beside_alone(lambda: made(CheckpointedTwice))
@@ -264,11 +252,9 @@ def test_a_model_that_is_given_nothing_to_cut(model):
     for step in range(4):
         optimizer.zero_grad()
         words = torch.arange(10).view(2, 5) % 7
-        if handle is not None and step == 2:
-            with handle.no_sync():
+        if step == 2:
+            with nullcontext() if handle is None else handle.no_sync():
                 model(words).square().mean().backward()
-        elif step == 2:
-            model(words).square().mean().backward()
         (model(words) - step).square().mean().backward()
         optimizer.step()
 
@@ -335,7 +321,6 @@ def test_a_penalty_behind_all_of_a_tensor(model):
 
 @pytest.fixture
 def pair(split_of):
-    """A model alone, and the same one distributed."""
     return (alone := made()), split_of(alone)
 
 
@@ -462,7 +447,6 @@ def test_copies_of_a_distributed_model(pair):
     loss_of(y).backward()
 
 
-@pytest.mark.sizes(4)
 @pytest.mark.mpi(min_size=4)
 def test_replicas_of_split_models(comm, P_world):
     replica = comm.rank // 2

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import SplitTensor, distribute
+from distdl_rma import distribute
+from tests.layers.split.against_whole import whole
 
 SHAPE = (2, 3, 13, 11)
 STEPS = 3
@@ -47,11 +48,6 @@ def inputs(at=0):
 
 def loss_of(y):
     return (y - 0.3).square().mean() + y.abs().amax()
-
-
-def whole(y):
-    """All of a split tensor; anything else as it is."""
-    return y.full_tensor() if isinstance(y, SplitTensor) else y
 
 
 def split_as(model, x):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from distdl_rma import Partition
 from distdl_rma.layers.split import SplitTensor
-from distdl_rma.testing import assert_equals_whole, block
+from distdl_rma.testing import assert_equals_whole, block, grids
 
 check = assert_equals_whole
 
@@ -19,6 +19,12 @@ def cut_along(P_world: Partition, dim: int, whole: torch.Tensor) -> SplitTensor:
     """Split tensor of a whole one, which all ranks cut in one dimension."""
     grid = (P_world.size if d == dim else 1 for d in range(whole.dim()))
     return block(P_world.create_cartesian_topology_partition(tuple(grid)), whole)
+
+
+def on_grids(P_world: Partition, whole: torch.Tensor) -> Iterator[SplitTensor]:
+    """Split tensors of a whole one, on each grid of all ranks."""
+    for grid in grids(whole.dim(), P_world.size):
+        yield block(P_world.create_cartesian_topology_partition(grid), whole)
 
 
 def whole(y: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What tests of split tensors share: the ranks in a row along the third of four dimensions, and a tensor."""
+"""What tests of split tensors share: the ranks in a row along the third of four dimensions, and tensors."""
 
 import pytest
 import torch
@@ -12,3 +12,10 @@ def P_x(P_world):  # noqa: N802
 @pytest.fixture
 def whole():
     return torch.randn(2, 3, 7, 4, dtype=torch.float64)
+
+
+@pytest.fixture
+def rows(P_x):
+    from distdl_rma import shard
+
+    return shard(P_x, torch.randn(2, 3, 5, 4))

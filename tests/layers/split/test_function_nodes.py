@@ -15,16 +15,18 @@ pytestmark = pytest.mark.mpi
 Function = torch.autograd.Function
 
 
-class Round(Function):
-    """Straight through, with a backward that is not linear."""
+def made(name, forward, backward):
+    return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clamp(-0.5, 0.5)
+# Straight through, with a backward that is not linear.
+Round = made("Round", lambda ctx, x: x.round(), lambda ctx, g: g.clamp(-0.5, 0.5))
+# Its gradients are of another type, and of a shape that torch sums to that of the argument.
+Wide = made("Wide", lambda ctx, x, row: x.double() * row, lambda ctx, g: (g * 2, g * 3))
+# Changes its argument, and needs no value of it.
+ScaleInPlace = made(
+    "ScaleInPlace", lambda ctx, x: ctx.mark_dirty(x) or x.mul_(2), lambda ctx, g: (g * 2).clamp(-1, 1)
+)
 
 
 class Sigmoid(Function):
@@ -74,18 +76,6 @@ class Scaled(Function):
         return g * z * weight, g * x * weight, (g * x * z).sum(0)
 
 
-class Wide(Function):
-    """Its gradients are of another type, and of a shape that torch sums to that of the argument."""
-
-    @staticmethod
-    def forward(ctx, x, row):
-        return x.double() * row
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2, gradient * 3
-
-
 class ExpInPlace(Function):
     """Changes its argument, says so, and saves what it made of it."""
 
@@ -100,19 +90,6 @@ class ExpInPlace(Function):
     def backward(ctx, gradient):
         (y,) = ctx.saved_tensors
         return (gradient * y).clamp(-1, 1)
-
-
-class ScaleInPlace(Function):
-    """Changes its argument, and needs no value of it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return (gradient * 2).clamp(-1, 1)
 
 
 class InPlace(Function):
@@ -166,10 +143,6 @@ def hooked(x):
     return Round.apply(y) + y * 2
 
 
-def widened(x, row):
-    return Wide.apply(x, row) * 2
-
-
 OF_ONE = [
     Round.apply,
     lambda x: Round.apply(x * 2) + x,
@@ -195,9 +168,9 @@ FORMS = {
     **{f"{at} of {s}": (f, [s]) for s in ((2, 3, 7, 5), (2, 1, 5)) for at, f in enumerate(OF_ONE)},
     **{f"{at} of several": (f, [(4, 7), (4, 7)], [(7,)]) for at, f in enumerate(OF_SEVERAL)},
 }
-SHORT = {"a row": (widened, [lambda: numbers(4, 7, dtype=torch.float32), (1, 7)])}
+ROW = lambda x, row: Wide.apply(x, row) * 2, [lambda: numbers(4, 7, dtype=torch.float32), (1, 7)]
 test_forms = forms(FORMS)
-test_other_types = forms(SHORT, atol=1e-5)
+test_other_types = forms({"a row": ROW}, atol=1e-5)
 
 
 def test_a_result_is_first_used_anyhow(P_x, whole):

@@ -119,7 +119,6 @@ def test_every_rank_rolls_by_another_number(mine):
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.sizes(3)
 def test_a_rank_that_does_not_raise_in_time_leaves_a_machine_that_is_lost(comm, monkeypatch):
     monkeypatch.setattr("distdl_rma.segments.machine.GRACE_SECONDS", 1.5)
     machine = Machine(comm, segment_size="16MiB", timeout=2)

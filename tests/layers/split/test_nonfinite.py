@@ -16,6 +16,7 @@ VALUES = {
     "two infinite": (INF, -INF),
     "a zero and an infinite": (0, INF),
     "a number that is none": (NAN, None),
+    "the last is none": (None, NAN),
     "two zeros": (0, 0),
 }
 MATRICES = {
@@ -36,7 +37,8 @@ MATRICES = {
     "similarity": lambda x, d: F.cosine_similarity(x, x.flip(0), d),
     "softmax": torch.softmax,
     "log_softmax": torch.log_softmax,
-    "largest": torch.amax,
+    "largest": lambda x, d: (*x.max(d), *x.aminmax(dim=d), x.max(), x.amax((0, 1)), x.argmax()),
+    "smallest": lambda x, d: (*x.min(d), torch.amin(x, d), x.min(), x.argmin(d)),
     "cumsum": torch.cumsum,
     "cumprod": torch.cumprod,
     "cross entropy": lambda x, d: F.cross_entropy(x, LABELS, reduction="none"),
@@ -64,7 +66,7 @@ def with_values(x, d, first, last):
     return x.requires_grad_()
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("name", MATRICES)
 def test_of_single_elements(P_world, name):
     for values in VALUES.values():
@@ -72,7 +74,6 @@ def test_of_single_elements(P_world, name):
             check(P_world, called(MATRICES[name], d), [with_values(drawn(6, 4), d, *values)])
 
 
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("name", ["logarithm of a sum", "norm below 0", "softmax", "log_softmax", "cumsum"])
 def test_of_blocks_that_a_mask_hides(P_world, name):
     for first in (0, 3):
@@ -81,20 +82,17 @@ def test_of_blocks_that_a_mask_hides(P_world, name):
         check(P_world, called(MATRICES[name], 0), [x.requires_grad_()])
 
 
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("factor", [1e200, 1e-200])
 @pytest.mark.parametrize("name", ["norm", "norm 3", "variance", "deviation", "normalize", "similarity"])
 def test_of_numbers_whose_squares_are_none(P_world, name, factor):
     check(P_world, called(MATRICES[name], 1), [(drawn(6, 4) * factor).requires_grad_()])
 
 
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("function", [F.instance_norm, called(F.layer_norm, (6, 5))])
 def test_of_images_whose_squares_are_none(P_world, function):
     check(P_world, function, [(drawn(2, 4, 6, 5) * 1e200).requires_grad_()], atol=1e-8)
 
 
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("mode", RESIZED)
 def test_of_neighbours_with_weight_zero(P_world, mode, value):

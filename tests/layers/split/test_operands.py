@@ -21,13 +21,8 @@ from distdl_rma.layers.split.operands import (
 )
 from tests.layers.split.against_whole import check
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+pytestmark = pytest.mark.mpi
 SHAPE = (2, 3, 5, 4)
-
-
-@pytest.fixture
-def rows(P_world):
-    return shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), torch.randn(SHAPE))
 
 
 @pytest.fixture
@@ -44,10 +39,7 @@ def test_the_largest_operand_says_how_a_result_is_cut(rows):
     assert common_layout(torch.add, [columns, rows]) == columns.decomposition
     thin = common_layout(torch.add, [rows[:1, :1], torch.ones(2, 3, 1, 1)])
     assert thin.shape == SHAPE and thin.cut_dims == (2,)
-    with pytest.raises(
-        ShapeError,
-        match=r"do not go together\. All shapes are those of whole.*from_local",
-    ):
+    with pytest.raises(ShapeError, match=r"do not go together\. All shapes are those of whole.*from_local"):
         common_layout(torch.add, [rows, torch.ones(2, 3, 3, 4)])
 
 
@@ -131,18 +123,13 @@ def test_copies_may_be_named(P_world, call):
 
 @pytest.mark.mpi(min_size=2)
 def test_handlers_of_what_is_cut_get_arguments_by_name(rows):
-    seen = []
-    of_cut()(lambda call, site, x, **given: seen.append((call, site.name, x, given)))(
-        torch.sum, (rows, 1), {}
-    )
-    ((call, name, x, given),) = seen
+    handler = of_cut()(lambda call, site, x, **given: (call, site.name, x, given))
+    call, name, x, given = handler(torch.sum, (rows, 1), {})
     assert call == (torch.sum, (rows, 1), {}) and "sum" in name and x is rows
     assert given == {"dim": 1, "keepdim": False, "dtype": None}
     whole = rows.redistribute()
-    found = of_cut(otherwise=lambda func, *_: func)(None)(torch.sum, (whole,), {})
-    assert (
-        found is torch.sum and of_cut(uncut=True)(lambda _, __, x, **___: x)(torch.sum, (whole,), {}) is whole
-    )
+    assert of_cut(otherwise=lambda func, *_: func)(None)(torch.sum, (whole,), {}) is torch.sum
+    assert of_cut(uncut=True)(lambda _, __, x, **___: x)(torch.sum, (whole,), {}) is whole
     assert of_any_cut(lambda _, __, x, other, **___: other)(torch.sub, (whole, rows), {}) is rows
 
 

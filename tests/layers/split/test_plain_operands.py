@@ -15,8 +15,8 @@ SHAPE = (2, 3, 5, 4)
 
 
 @pytest.fixture
-def cut(P_world):
-    return lay.balanced(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), SHAPE)
+def cut(P_x):
+    return lay.balanced(P_x, SHAPE)
 
 
 def test_a_gradient_is_whole_or_a_contribution(cut):

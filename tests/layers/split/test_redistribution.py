@@ -10,12 +10,11 @@ from distdl_rma.layers.split.redistribution import all_sum, once, redistributed,
 from distdl_rma.testing import block
 from tests.layers.split.against_whole import check, numbers
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 
 SHAPE = (3, 4, 5, 7)
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
 def test_a_tensor_comes_back_from_any_layout(P_world):
     def there_and_back(x):
         if not hasattr(x, "redistribute"):
@@ -28,7 +27,6 @@ def test_a_tensor_comes_back_from_any_layout(P_world):
     check(P_world, there_and_back, [numbers(*SHAPE)])
 
 
-@pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_reductions_are_alike_on_all_ranks(P_world, P_x, comm, op):
     machine = Machine.of(P_world)
@@ -39,7 +37,6 @@ def test_reductions_are_alike_on_all_ranks(P_world, P_x, comm, op):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.sizes(2, 3, 4)
 def test_short_types_are_summed_in_a_longer_one(P_world):
     mine = torch.full((3,), 1 + 2**-7, dtype=torch.bfloat16)
     found = reduced(site_of(Machine.of(P_world), all_sum), mine, P_world.ranks)
@@ -47,7 +44,6 @@ def test_short_types_are_summed_in_a_longer_one(P_world):
     assert torch.equal(found, (mine.float() * P_world.size).to(torch.bfloat16))
 
 
-@pytest.mark.sizes(2, 3, 4)
 def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world, P_x):
     machine, layout = Machine.of(P_world), lay.balanced(P_x, SHAPE)
     x = torch.ones(2, requires_grad=True)
@@ -59,7 +55,6 @@ def test_a_sum_hands_its_gradient_on_and_copies_for_blocks_sum_it(P_world, P_x):
     assert torch.equal(x.grad, torch.full((2,), float(sum(range(1, P_world.size + 1)))))
 
 
-@pytest.mark.sizes(2, 3, 4)
 def test_a_plain_tensor_beside_copies_contributes_once(P_world, P_x):
     layout = lay.replicated(P_x, SHAPE)
     x = torch.ones(2, requires_grad=True)
@@ -77,7 +72,6 @@ def test_a_second_derivative_is_refused(P_world, P_x):
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4)
 def test_many_sizes_of_which_ranks_see_different_numbers(comm):
     # Rows of 5 and 6 are blocks of 3 and 2, and of 3 and 3: what is kept of the first is one kind here, two
     # kinds there. Ranks that let go of a movement at different times would wait for each other.

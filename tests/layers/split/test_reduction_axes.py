@@ -17,8 +17,6 @@ from distdl_rma.layers.split.reduction_axes import (
     with_whole,
 )
 
-SHAPE = (2, 3, 5, 4)
-
 
 def test_dimensions_are_counted_from_either_end():
     assert chosen_dims(None, 3) == chosen_dims((), 3) == (0, 1, 2)
@@ -27,12 +25,6 @@ def test_dimensions_are_counted_from_either_end():
     for wrong in (3, -4):
         with pytest.raises(IndexError, match=r"\[-3, 2\]"):
             positive(wrong, 3)
-
-
-@pytest.fixture
-def rows(P_world):
-    x = torch.arange(120.0).view(SHAPE)
-    return shard(P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1)), x)
 
 
 @pytest.mark.mpi(min_size=2)

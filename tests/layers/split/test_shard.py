@@ -43,12 +43,10 @@ RANKS, GRID = (3, 5, 2, 7, 4, 6), (2, 1, 3)
 
 
 def shards(x):
-    """Those of all ranks of a grid, in order."""
     return [balanced_block(Partition(RANKS, GRID, rank), x) for rank in RANKS]
 
 
 def joined(parts, shape):
-    """What the shards are parts of."""
     blocks = Decomposition.balanced(Partition(RANKS, GRID, RANKS[0]), shape)
     whole = torch.empty(shape, dtype=parts[0].dtype)
     for rank, part in zip(RANKS, parts, strict=True):
@@ -77,12 +75,16 @@ def test_shards_of_a_tensor_are_its_parts(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8, np.int16, np.bool_, np.uint16, ">f4"])
-def test_shards_of_an_array_are_its_parts(dtype):
+def test_shards_of_an_array_and_of_a_memory_mapped_file_are_its_parts(tmp_path, dtype):
     x = (10 * np.random.default_rng(0).random((5, 2, 7))).astype(dtype)
-    parts = shards(x)
+    x.tofile(tmp_path / "x")
     native = x.astype(x.dtype.newbyteorder("="))
-    assert {part.dtype for part in parts} == {torch.from_numpy(native).dtype}
-    assert np.array_equal(joined(parts, x.shape).numpy(), native)
+    for each in (x, np.memmap(tmp_path / "x", dtype, "r", shape=x.shape)):
+        parts = shards(each)
+        assert {part.dtype for part in parts} == {torch.from_numpy(native).dtype}
+        assert np.array_equal(joined(parts, x.shape).numpy(), native)
+        # Also of a file that may only be read.
+        parts[0].zero_()
 
 
 def test_only_the_shard_is_read():
@@ -91,14 +93,6 @@ def test_only_the_shard_is_read():
     assert x.read == part.numel() < 70
     outside = balanced_block(Partition(RANKS, GRID, 1), x)
     assert x.read == part.numel() and outside.shape == (5, 0)
-
-
-def test_a_memory_mapped_file_may_be_read_only(tmp_path):
-    np.arange(70, dtype=np.float32).reshape(5, 2, 7).tofile(tmp_path / "x")
-    x = np.memmap(tmp_path / "x", np.float32, "r", shape=(5, 2, 7))
-    parts = shards(x)
-    assert np.array_equal(joined(parts, x.shape).numpy(), x)
-    parts[0].zero_()
 
 
 @pytest.mark.parametrize("make", [torch.arange, np.arange])
@@ -148,7 +142,6 @@ GRIDS = {
 
 @pytest.fixture
 def folder(tmp_path, comm):
-    """One for all ranks."""
     return type(tmp_path)(comm.bcast(str(tmp_path)))
 
 

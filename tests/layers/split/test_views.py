@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError
-from distdl_rma.testing import block, grids
-from tests.layers.split.against_whole import cut_along, forms, numbers, whole
+from tests.layers.split.against_whole import cut_along, forms, numbers, on_grids, whole
+from tests.layers.split.test_function_nodes import Sigmoid
 
 pytestmark = pytest.mark.mpi
 COMPLEX = torch.complex128
@@ -102,9 +102,9 @@ def test_every_change_of_moved_elements_is_refused(P_world, at):
 
 def test_what_was_moved_in_inference_mode_is_known_to_be_changed(P_world):
     data = numbers(4, 6).detach()
-    for grid in grids(2, P_world.size):
+    for split in on_grids(P_world, data):
         with torch.inference_mode():
-            x = block(P_world.create_cartesian_topology_partition(grid), data) * 1
+            x = split * 1
             parts = [x[1], x[:, 2], x.view(8, 3), x.unbind(1)[0]]
             (x * 1).mul_(2)
             expected = [data[1], data[:, 2], data.view(8, 3), data[:, 0]]
@@ -132,54 +132,45 @@ def test_what_is_outside_of_a_graph_does_not_keep_it(P_world, show):
     assert not shown.requires_grad
 
 
-class Double(torch.autograd.Function):
-    """Torch asks the tensor itself whether it needs a gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+# Of an autograd function torch asks the tensor itself whether it needs a gradient.
 
 
 def elements_written(y):
     x = y.detach() * 0
     x[:, 1] = y[:, 2]
-    return Double.apply(x)
+    return Sigmoid.apply(x)
 
 
 def masked_elements_written(y):
     x = y.detach() * 0
     x[y > 0] = y.sum()
-    return Double.apply(x)
+    return Sigmoid.apply(x)
 
 
 def view_written(y):
     x = y.detach() * 0
     x.t()[1:3].add_(y.t()[:2])
-    return Double.apply(x)
+    return Sigmoid.apply(x)
 
 
 def seen_before(y):
     x = y.detach() * 0
     seen = x.t()[1:3]
     x.add_(y)
-    return Double.apply(seen)
+    return Sigmoid.apply(seen)
 
 
 def seen_beside(y):
     x = y.detach() * 0
     seen = x[:2].t()
     x.t()[1:3].add_(y.t()[:2])
-    return Double.apply(seen)
+    return Sigmoid.apply(seen)
 
 
 def taken_out(y):
     x = y * 2
     x.detach_()
-    assert not Double.apply(x).requires_grad
+    assert not Sigmoid.apply(x).requires_grad
     return x * y
 
 

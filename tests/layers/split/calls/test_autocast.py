@@ -1,54 +1,111 @@
 """Under autocast functions of split tensors have torch's types, on ranks without elements too."""
 
 from contextlib import contextmanager, nullcontext
-from itertools import product
+from itertools import chain, product, repeat
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from distdl_rma import shard
 from distdl_rma.layers.ops.core.tensors import no_autocast
 from distdl_rma.layers.split.calls.autocast import ON_CPU, ON_DEVICES, castable, dtype_for
 from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
-from distdl_rma.layers.split.calls.table import RULES
+from distdl_rma.layers.split.calls.table import RULES, functions_named
+from tests.fuzz.samples import drawn_samples, operations
 from tests.layers.split.against_whole import check
+from tests.layers.split.samples import is_usable, taken
 
 pytestmark = pytest.mark.mpi
-LABELS = torch.zeros(1, 3, 4, dtype=torch.long)
-THIRDS = torch.full((4, 2), 1 / 3)
+SHAPE = 1, 2, 3, 4
+
+
+def ones(x, *shape):
+    """A tensor of the type and on the device of another one."""
+    return torch.ones(shape).to(x)
+
+
+def long(x, *shape):
+    """The same of single precision, whatever the other one has."""
+    return torch.ones(shape).to(x.device)
+
+
 FUNCTIONS = {
-    "matmul": lambda x: x @ torch.ones(4, 2),
-    "matmul of rows": lambda x: torch.ones(2, 3) @ x,
-    "linear": lambda x: F.linear(x, torch.ones(2, 4), torch.ones(2)),
-    "addmm": lambda x: torch.addmm(torch.ones(2), x[0, 0], torch.ones(4, 2)),
-    "addmm in place": lambda x: x[0, 0, :, :2].clone().addmm_(x[0, 0], THIRDS.to(x.dtype)),
-    "addmv": lambda x: torch.addmv(torch.ones(3, dtype=x.dtype), x[0, 0], torch.ones(4, dtype=x.dtype)),
-    "baddbmm": lambda x: torch.baddbmm(torch.ones(2, 1, 1), x[0], x[0].mT),
+    "matmul": lambda x: x @ long(x, 4, 2),
+    "matmul of rows": lambda x: long(x, 2, 3) @ x,
+    "linear": lambda x: F.linear(x, long(x, 2, 4), long(x, 2)),
+    "addmm": lambda x: torch.addmm(long(x, 2), x[0, 0], long(x, 4, 2)),
+    "addmm in place": lambda x: x[0, 0, :, :2].clone().addmm_(x[0, 0], ones(x, 4, 2) / 3),
+    "mv": lambda x: x[0, 0].mv(ones(x, 4)),
+    "addmv": lambda x: torch.addmv(ones(x, 3), x[0, 0], ones(x, 4)),
+    "baddbmm": lambda x: torch.baddbmm(long(x, 2, 1, 1), x[0], x[0].mT),
     "dot": lambda x: torch.dot(x.flatten(), x.flatten()),
-    "inner": lambda x: torch.inner(x, torch.ones(2, 4, dtype=x.dtype)),
-    "einsum": lambda x: torch.einsum("nchw,wo->ncho", x, torch.ones(4, 2, dtype=x.dtype)),
-    "einsum over rows": lambda x: torch.einsum("nchw,ho->ncwo", x, torch.ones(3, 2, dtype=x.dtype)),
-    "einsum of an element": lambda x: torch.einsum("nchw,no->ochw", x, torch.ones(1, 2, dtype=x.dtype)),
+    "inner": lambda x: torch.inner(x, ones(x, 2, 4)),
+    "outer": lambda x: torch.outer(x[0, 0, :, 0], ones(x, 3)),
+    "einsum": lambda x: torch.einsum("nchw,wo->ncho", x, ones(x, 4, 2)),
+    "einsum over rows": lambda x: torch.einsum("nchw,ho->ncwo", x, ones(x, 3, 2)),
+    "einsum of an element": lambda x: torch.einsum("nchw,no->ochw", x, ones(x, 1, 2)),
     "einsum of one": lambda x: torch.einsum("nchw->cw", x),
-    "tensordot": lambda x: torch.tensordot(x, torch.ones(3, 4, 2, dtype=x.dtype), 2),
+    "tensordot": lambda x: torch.tensordot(x, ones(x, 3, 4, 2), 2),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
-    "convolution": lambda x: F.conv2d(x, torch.ones(3, 2, 3, 3), torch.ones(3), padding=1),
-    "prelu": lambda x: F.prelu(x, torch.ones(2)),
+    "convolution": lambda x: F.conv2d(x, long(x, 3, 2, 3, 3), long(x, 3), padding=1),
+    "pool": lambda x: F.avg_pool2d(x, 2, 1),
+    "largest": lambda x: F.max_pool2d(x, 2, 1),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "area": lambda x: F.interpolate(x, size=(2, 2), mode="area"),
+    "average of a volume": lambda x: F.avg_pool3d(x, 1),
+    "largest of a volume": lambda x: F.max_pool3d(x, 2),
+    "adaptive of a volume": lambda x: F.adaptive_avg_pool3d(x, 1),
+    "adaptive largest of a volume": lambda x: F.adaptive_max_pool3d(x, 2),
+    "nearest of a volume": lambda x: F.interpolate(x.unsqueeze(0), scale_factor=2),
+    "replicated around a volume": lambda x: F.pad(x, (1, 1, 0, 0, 0, 0), mode="replicate"),
+    "reflected": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "prelu": lambda x: F.prelu(x, long(x, 2)),
     "prod": lambda x: x.prod(2),
     "prod of a type": lambda x: x.prod(2, dtype=torch.bfloat16),
     "sum": lambda x: x.sum(2),
+    "sum of all": lambda x: x.sum(),
+    "sum of a type": lambda x: x.sum(2, dtype=torch.float64),
+    "mean": lambda x: x.mean(2),
+    "mean of all": lambda x: x.mean(),
+    "variance": lambda x: x.var(2),
+    "deviation": lambda x: x.std(),
+    "largest of all": lambda x: x.amax(2) + x.max(),
     "quantile": lambda x: x.float().quantile(0.5, 2),
-    "cat": lambda x: torch.cat([x, torch.ones(1, 2, 3, 4)], 2),
-    "cat of short ones": lambda x: torch.cat([x.bfloat16(), torch.ones(1, 2, 3, 4).bfloat16()], 2),
-    "cross entropy": lambda x: F.cross_entropy(x, LABELS),
-    "mean of squares": lambda x: F.mse_loss(x, torch.zeros(1, 2, 3, 4)),
+    "norm": lambda x: x.norm(),
+    "norm of rows": lambda x: torch.linalg.vector_norm(x, dim=2),
+    "normalised": lambda x: F.normalize(x, dim=2),
+    "logsumexp": lambda x: x.logsumexp(2),
+    "softmax": lambda x: x.softmax(2),
+    "log softmax": lambda x: F.log_softmax(x, 2),
+    "softmin": lambda x: F.softmin(x, 2),
+    "cumsum": lambda x: x.cumsum(2),
+    "cumprod": lambda x: x.cumprod(2),
+    "logcumsumexp": lambda x: x.logcumsumexp(2),
     "transform": lambda x: torch.fft.rfft(x, dim=3).abs(),
-    "response norm": lambda x: F.local_response_norm(x.unsqueeze(0), 2),
-    "average of a volume": lambda x: F.avg_pool3d(x, 1),
-    "reflected": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "exp": lambda x: x.exp(),
+    "gelu": F.gelu,
+    "power": lambda x: x**2,
+    "cat": lambda x: torch.cat([x, long(x, *SHAPE)], 2),
+    "cat of short ones": lambda x: torch.cat([x.bfloat16(), long(x, *SHAPE).bfloat16()], 2),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance norm": F.instance_norm,
+    "group norm": lambda x: F.group_norm(x, 1),
+    "layer norm": lambda x: F.layer_norm(x, (3, 4)),
+    "root mean square": lambda x: F.rms_norm(x, (3, 4)),
+    "response norm": lambda x: F.local_response_norm(x, 2),
+    "response norm of a volume": lambda x: F.local_response_norm(x.unsqueeze(0), 2),
+    "cross entropy": lambda x: F.cross_entropy(x, long(x, 1, 3, 4).long()),
+    "mean of squares": lambda x: F.mse_loss(x, 0 * long(x, *SHAPE)),
+    "logits": lambda x: F.binary_cross_entropy_with_logits(x, long(x, *SHAPE)),
+    "distance": lambda x: torch.dist(x, ones(x, *SHAPE)),
+    "similarity": lambda x: F.cosine_similarity(x, ones(x, *SHAPE), 2),
+    "where": lambda x: x.where(x > 0.5, x.new_zeros(())),
 }
 
 
@@ -90,60 +147,16 @@ def test_the_lists_are_torchs(key, casts):
     assert (names & here) - frozenset().union(*casts) == unlisted & here
 
 
-# Of two matrices of three by three.
-ON_GPUS = {
-    "exp": lambda x, y: x.exp(),
-    "power": lambda x, y: x**2,
-    "addcdiv": lambda x, y: x.addcdiv(y, y),
-    "addmv": lambda x, y: torch.addmv(x.select(0, 0), y, y.select(0, 0)),
-    "addr": lambda x, y: x.addr(y.select(0, 0), y.select(0, 1)),
-    "atan2": torch.atan2,
-    "bilinear": lambda x, y: F.bilinear(x, y, torch.stack([x] * 3)),
-    "cat": lambda x, y: torch.cat([x, y]),
-    "similarity": F.cosine_similarity,
-    "cross": lambda x, y: torch.cross(x, y, dim=0),
-    "cumulated": lambda x, y: x.cumsum(0) + x.cumprod(0),
-    "distance": torch.dist,
-    "distances": torch.cdist,
-    "dot": lambda x, y: torch.dot(x.select(0, 0), y.select(0, 0)),
-    "vdot": lambda x, y: torch.vdot(x.select(0, 0), y.select(0, 0)),
-    "vecdot": torch.linalg.vecdot,
-    "einsum": lambda x, y: torch.einsum("ij,jk->ik", x, y),
-    "product": torch.matmul,
-    "inner": torch.inner,
-    "outer": lambda x, y: torch.outer(x.select(0, 0), y.select(0, 0)),
-    "linear": F.linear,
-    "mv": lambda x, y: x.mv(y.select(0, 0)),
-    "tensordot": lambda x, y: torch.tensordot(x, y, 1),
-    "convolution": lambda x, y: F.conv1d(x.unsqueeze(0), y.unsqueeze(1), y.select(0, 0)),
-    "group norm": lambda x, y: F.group_norm(x, 1),
-    "layer norm": lambda x, y: F.layer_norm(x, (3,)),
-    "root mean square": lambda x, y: F.rms_norm(x, (3,)),
-    "instance norm": lambda x, y: F.instance_norm(x.unsqueeze(0)),
-    "norm": lambda x, y: x.norm(),
-    "norm of rows": lambda x, y: torch.linalg.vector_norm(x, dim=1),
-    "norm of a matrix": lambda x, y: torch.linalg.matrix_norm(x),
-    "renorm": lambda x, y: x.renorm(2, 0, 1.0),
-    "sum": lambda x, y: x.sum(),
-    "sum of a type": lambda x, y: x.sum(dtype=torch.float64),
-    "sum of short ones": lambda x, y: x.sum(0, dtype=torch.float16),
-    "prod": lambda x, y: x.prod(0),
-    "mean": lambda x, y: x.mean(),
-    "variance": lambda x, y: x.var(),
-    "quantile": lambda x, y: x.float().quantile(0.5),
-    "logsumexp": lambda x, y: x.logsumexp(0),
-    "softmax": lambda x, y: x.softmax(0),
-    "log softmax": lambda x, y: F.log_softmax(x, 0),
-    "scatter": lambda x, y: x.scatter_add(0, torch.zeros(3, 3, dtype=torch.long, device="cuda"), y),
-    "put": lambda x, y: x.index_put((torch.zeros(3, dtype=torch.long, device="cuda"),), y),
-    "prelu": lambda x, y: F.prelu(x, y.view(-1).narrow(0, 0, 1)),
-    "mean of squares": F.mse_loss,
-    "cross entropy": F.cross_entropy,
-    "divergence": lambda x, y: F.kl_div(x, y, reduction="sum"),
-    "logits": F.binary_cross_entropy_with_logits,
-    "pool": lambda x, y: F.avg_pool1d(x, 1),
-    "attention": lambda x, y: F.scaled_dot_product_attention(*[x.view(1, 3, 3)] * 3),
-}
+# Of a matrix of three by three, in forms that torch's samples lack.
+ON_GPUS = [
+    lambda x: x.norm(),
+    lambda x: x.sum(dtype=torch.float64),
+    lambda x: x.sum(0, dtype=torch.float16),
+    lambda x: x.addmv(x.select(0, 0), x.select(0, 0)),
+    lambda x: F.scaled_dot_product_attention(*[x.view(1, 3, 3)] * 3),
+]
+# Torch checks the type that some norms are given, and takes the one of two types that is first.
+EXCLUDED = {"norm", "masked.norm", "linalg.cross"}
 
 
 class AsRules(TorchFunctionMode):
@@ -171,17 +184,41 @@ def autocast_of_gpus():
         torch.set_autocast_enabled("cuda", was[0]), torch.set_autocast_dtype("cuda", was[1])
 
 
+def calls_of_rules_that_cast():
+    """Names, functions and arguments, of torch's samples."""
+    for op in operations():
+        names = [each.name.rpartition(".")[2] for each in (op, *op.aliases)]
+        casts = any(RULES[each].casts for name in names for each in functions_named(name) if each in RULES)
+        if casts and op.name not in EXCLUDED and torch.float32 in op.supported_dtypes("cpu"):
+            some = taken(lambda op=op: drawn_samples(op, torch.float32, False), 8)
+            yield from ((op.name, op.op, *each) for each in [*filter(is_usable, some)][:2])
+    yield from ((f"form {at}", function, (torch.ones(3, 3),), {}) for at, function in enumerate(ON_GPUS))
+
+
 @pytest.mark.sizes(1)
-@pytest.mark.parametrize("name", ON_GPUS)
-def test_types_on_gpus_are_torchs(name):
+@pytest.mark.filterwarnings("ignore")
+def test_types_on_gpus_are_torchs():
+    calls = [*calls_of_rules_that_cast()]
+    assert len(calls) > 200
     with autocast_of_gpus(), FakeTensorMode():
-        for kinds in product([torch.float32, torch.float16], repeat=2):
-            x, y = (torch.empty(3, 3, dtype=kind, device="cuda") for kind in kinds)
+        for (name, function, *given), kinds in product(
+            calls, product([torch.float32, torch.float16], repeat=2)
+        ):
+            # The first tensor is of the one type, all others are of the other.
+            others = chain(kinds, repeat(kinds[1]))
+
+            def there(x, others=others):
+                if not isinstance(x, torch.Tensor):
+                    return x
+                dtype = next(others) if x.is_floating_point() else x.dtype
+                return torch.empty(x.shape, dtype=dtype, device="cuda")
+
+            args, kwargs = tree_map(there, given)
             found = []
             for mode in (nullcontext(), AsRules()):
                 try:
                     with mode:
-                        found.append(ON_GPUS[name](x, y).dtype)
-                except (RuntimeError, TypeError) as error:
+                        found.append([each.dtype for each in tensors_in(function(*args, **kwargs))])
+                except Exception as error:
                     found.append(type(error))
             assert found[0] == found[1], (name, kinds)

@@ -31,14 +31,14 @@ _SEEDS = 60
 _DRAW = 2
 
 
-def cut(P_x, whole, dim, uneven=False):
+def cut(P_world, whole, dim, uneven=False):
     """A whole tensor in blocks along a dimension, all of it on the first rank if uneven."""
     if not whole.dim():
-        return SplitTensor(whole.clone(), lay.replicated(P_x, ()))
+        return SplitTensor(whole.clone(), lay.replicated(P_world, ()))
     dim %= whole.dim()
-    layout = lay.balanced(P_x, whole.shape, (dim,))
+    layout = lay.balanced(P_world, whole.shape, (dim,))
     if uneven and layout.cut_dims:
-        parts = Listed((whole.shape[dim], *(0,) * (P_x.size - 1)))
+        parts = Listed((whole.shape[dim], *(0,) * (P_world.size - 1)))
         layout = lay.with_splits(layout, {dim: parts})
     return SplitTensor(whole[layout.slices()].clone(), layout)
 
@@ -106,7 +106,6 @@ def refusal(call, args, kwargs):
 
 
 def check_function(P_world, comm, seed):
-    P_x = P_world.create_cartesian_topology_partition((comm.size,))
     known = [op for op in operations() if op.name not in _EXCLUDED.split()]
     for op in known[seed::_SEEDS]:
         name, forms, rng = op.name, forms_of(op), random.Random(f"{op.name} {_DRAW}")
@@ -133,14 +132,14 @@ def check_function(P_world, comm, seed):
             if not places:
                 continue
             for at in places[:1] if which == 0 else places:
-                leaves[at] = cut(P_x, leaves[at], dim if which < 2 else rng.randrange(4), uneven)
+                leaves[at] = cut(P_world, leaves[at], dim if which < 2 else rng.randrange(4), uneven)
             args, kwargs = tree_unflatten(leaves, spec)
             mine = refusal(call, args, kwargs)
             if not isinstance(mine, (type(wrong), UnsupportedError)):
                 found.append(f"{what}: {type(wrong).__name__} {wrong}, but here {mine!r}")
         assert not any(everywhere := comm.allgather(found)), f"{name}: {everywhere}"
         whole = torch.arange(6.0, **D)
-        assert float(cut(P_x, whole, 0).sum().full_tensor()) == float(whole.sum()), name
+        assert float(cut(P_world, whole, 0).sum().full_tensor()) == float(whole.sum()), name
 
 
 @pytest.mark.mpi
@@ -176,11 +175,10 @@ _ALIKE = {
 def test_the_same_error_comes_to_ranks_with_and_without_elements(P_world, comm, name):
     call = _ALIKE[name]
     whole = torch.linspace(0, 1, 24, **D).view(2, 4, 1, 3)
-    P_x = P_world.create_cartesian_topology_partition((comm.size,))
     wrong = refusal(call, (whole,), {})
     for dim in range(4):
         for uneven in (False, True):
-            x = cut(P_x, whole, dim, uneven)
+            x = cut(P_world, whole, dim, uneven)
             with pytest.raises(type(wrong)):
                 call(x)
             assert float(x.sum().full_tensor()) == pytest.approx(float(whole.sum()))
@@ -199,8 +197,7 @@ def test_the_same_error_comes_to_ranks_with_and_without_elements(P_world, comm, 
     ids=["instance_norm", "layer_norm", "conv2d", "softmax"],
 )
 def test_an_error_of_a_backward_on_all_ranks_leaves_the_machine_usable(P_world, comm, call):
-    P_x = P_world.create_cartesian_topology_partition((comm.size,))
-    x = cut(P_x, torch.linspace(0, 1, 216, **D).view(2, 3, 6, 6), 2)
+    x = cut(P_world, torch.linspace(0, 1, 216, **D).view(2, 3, 6, 6), 2)
     x.to_local().requires_grad_()
     y = call(x)
     y.sum().backward()
@@ -213,9 +210,8 @@ def test_an_error_of_a_backward_on_all_ranks_leaves_the_machine_usable(P_world, 
 @pytest.mark.parametrize("call", [torch.any, torch.all, torch.Tensor.any])
 def test_any_and_all_over_no_dimension_are_the_truth_of_each_element(P_world, comm, call):
     whole = torch.arange(8).view(2, 4) % 3
-    P_x = P_world.create_cartesian_topology_partition((comm.size,))
     for given in ((), []):
-        found = call(cut(P_x, whole, 0), given)
+        found = call(cut(P_world, whole, 0), given)
         assert torch.equal(found.full_tensor(), call(whole, given))
 
 

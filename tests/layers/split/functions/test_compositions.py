@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.testing import block, grids
-from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
+from tests.layers.split.against_whole import called, check, cut_along, forms, numbers, on_grids
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -41,8 +40,7 @@ def test_similarities_and_distances_of_what_broadcasts(P_world, shape):
 
 
 def test_whether_an_element_is_there_is_known_to_all(P_world):
-    for grid in grids(2, P_world.size):
-        x = block(P_world.create_cartesian_topology_partition(grid), torch.arange(10).view(5, 2))
+    for x in on_grids(P_world, torch.arange(10).view(5, 2)):
         assert [each in x for each in (0, 9, torch.tensor(4), x[3, 1], 10)] == [True] * 4 + [False]
 
 

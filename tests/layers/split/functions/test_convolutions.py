@@ -9,7 +9,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
 from distdl_rma.layers.ops.conv import convolution, worker_grid
-from distdl_rma.testing import block
 from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
@@ -74,25 +73,28 @@ def test_volumes_that_torch_leaves_to_slow_kernels(P_world, stride, padding):
     check(P_world, partial(F.conv3d, stride=stride, padding=padding), [x], [w, b], atol=2e-3)
 
 
+@pytest.fixture
+def volume(P_world):
+    """Input, weight and bias of a convolution on one rank, and the input as a split tensor."""
+    if P_world.size > 1:
+        pytest.skip("of one rank")
+    x, w, b = (torch.randn(s) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3), (8,)))
+    return x, w, b, cut_along(P_world, 0, x)
+
+
 @pytest.mark.sizes(1)
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.processes
-def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(P_world):
-    if P_world.size > 1:
-        pytest.skip("of one rank")
-    x, w = torch.randn(1, 9, 18, 14, 12), torch.randn(8, 9, 3, 3, 3)
-    whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
+def test_volume_of_one_rank_is_differentiated_forward_as_by_torch(volume):
+    x, w, _, whole = volume
     with forward_ad.dual_level():
         y = F.conv3d(whole, forward_ad.make_dual(w, w))
         assert torch.equal(forward_ad.unpack_dual(y).tangent, F.conv3d(x, w))
 
 
 @pytest.mark.sizes(1)
-def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(P_world):
-    if P_world.size > 1:
-        pytest.skip("of one rank")
-    x, w, b = (torch.randn(s) for s in ((1, 9, 18, 14, 12), (8, 9, 3, 3, 3), (8,)))
-    whole = block(P_world.create_cartesian_topology_partition((1,) * 5), x)
+def test_torch_says_what_is_wrong_with_a_convolution_of_a_whole_volume(volume):
+    x, w, b, whole = volume
     wrong = [(w[:, :8], b), (w, b[:7]), (w, b.double()), (w.double(), None)]
     for arguments in (*wrong, (w, b, 0), (w, b, 1, -1), (w, b, (1, 1))):
         with pytest.raises(RuntimeError) as expected:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma import shard
 from distdl_rma.errors import UnsupportedError
 from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
@@ -34,6 +33,7 @@ PARTS = [
     lambda x: x.clone().index_add_(1, AT, x[:, :3]).scatter_(1, torch.zeros(3, 1, 5, dtype=int), 7.0),
     called(torch.take, torch.tensor([[5, -1], [89, 5]])),
     lambda x: [row.sin() for row in x],
+    lambda x: x[[slice(0, 2), slice(None), slice(1, None)]],
 ]
 MASKED = [
     lambda x, y: x[y > 0] - y[y > 0],
@@ -78,13 +78,15 @@ FORMS = {
     "a vector by a number": (called(torch.gather, 0, ONE.view(())), [(5,)]),
     "a vector by nothing": (called(torch.gather, 0, NOTHING), [(5,)]),
     "a sum by a vector": (lambda x: x.sum().gather(0, torch.zeros(3, dtype=torch.int64)), [(5,)]),
+    "a sum by a number": (lambda x: x.sum().gather(0, ONE.view(())), [(5,)]),
+    "a number is added to a sum": (lambda x, y: x.sum().scatter_add(0, ONE.view(()), y), [(5,)], [()]),
     "a number is scattered": (lambda x: x.scatter_add(0, ONE.view(()), x.sum()), [(5,)]),
     **{
         f"a value fills dimension {d}": (lambda x, value, d=d: x.index_fill(d, SOME, value), [(4, 3)], [()])
         for d in (0, 1)
     },
 }
-test_forms = forms(FORMS)
+test_forms = pytest.mark.filterwarnings("ignore:Using a non-tuple")(forms(FORMS))
 test_samples_of_torch = samples_of("indexing", 3)
 
 
@@ -95,12 +97,6 @@ def test_places_of_elements(P_world, shape, name):
     some = torch.randint(0, 2, shape)
     for x in (some.bool(), some.double(), torch.zeros(shape), torch.ones(shape)):
         check(P_world, PLACES[name], [x], gradients=False)
-
-
-@pytest.mark.sizes(1, 2, 3)
-@pytest.mark.filterwarnings("ignore:Using a non-tuple")
-def test_a_list_of_slices_is_a_tuple(P_world):
-    check(P_world, lambda x: x[[slice(0, 2), slice(None), slice(1, None)]], [numbers(*SHAPE)])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -121,14 +117,6 @@ def test_refused(P_world):
             torch.zeros(SHAPE)[index]
         with pytest.raises(IndexError, match="too many"):
             x[index]
-
-
-def test_numbers_scatter_and_gather_as_torchs(P_world):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size,))
-    x = shard(P_x, torch.arange(4.0, dtype=torch.float64)).sum()
-    index = torch.tensor(0)
-    assert x.gather(0, index).full_tensor() == 6
-    assert x.scatter_add(0, index, torch.tensor(1.0, dtype=torch.float64)).full_tensor() == 7
 
 
 @pytest.mark.parametrize("start", [torch.tensor(True), 1.5])

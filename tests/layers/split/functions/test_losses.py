@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from distdl_rma.testing import block
 from tests.layers.split.against_whole import check, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
@@ -80,8 +79,8 @@ test_samples_of_torch = samples_of("losses", 2)
 def test_torchs_warning_of_sizes_has_the_line_of_the_user_and_those_of_the_whole(P_world, shape, loss):
     x, y = torch.zeros(shape), torch.ones(2)
     words = f"Using a target size (torch.Size([2])) that is different to the input size ({x.size()})."
-    P_x = P_world.create_cartesian_topology_partition((P_world.size, 1))
-    for one in (block(P_x, x), block(P_x, x).redistribute()):
+    split = cut_along(P_world, 0, x)
+    for one in (split, split.redistribute()):
         with pytest.warns(UserWarning, match=re.escape(words)) as found:
             loss(one, y)
         assert [each.filename for each in found] == [__file__]

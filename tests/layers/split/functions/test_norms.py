@@ -143,11 +143,13 @@ def test_what_is_infinite_is_a_result_as_any_other(P_world):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
 def test_running_statistics_that_are_cut_are_refused_beside_copies_too(P_world, name):
-    P_x = P_world.create_cartesian_topology_partition((P_world.size,))
     for cut in (0, 1):
         statistics = [torch.zeros(4), torch.ones(4)]
-        statistics[cut] = shard(P_x, statistics[cut])
-        for x in (torch.randn(3, 4, 5), SplitTensor(torch.randn(3, 4, 5), lay.replicated(P_x, (3, 4, 5)))):
+        statistics[cut] = shard(P_world, statistics[cut])
+        for x in (
+            torch.randn(3, 4, 5),
+            SplitTensor(torch.randn(3, 4, 5), lay.replicated(P_world, (3, 4, 5))),
+        ):
             with pytest.raises(UnsupportedError, match="running statistics are plain tensors"):
                 getattr(F, name)(x, *statistics, **({"training": True} if name == "batch_norm" else {}))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from distdl_rma.layers import staging
-from tests.fake_device import NAME, needs_fake_device, register
+from tests.fake_device import needs_fake_device
 from tests.fuzz.samples import operations
 from tests.layers.split import samples
 from tests.layers.split.samples import on_device
@@ -26,9 +25,7 @@ EXCLUDED = {*samples.EXCLUDED, "tensor_split", "to"}
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_samples_of_torch_on_a_device(P_world, monkeypatch, part):
-    device = register()
-    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
+def test_samples_of_torch_on_a_device(P_world, device, monkeypatch, part):
     monkeypatch.setattr(samples, "check", partial(on_device, samples.check, device))
     # What types have to do with has its test on the host.
     monkeypatch.setattr(samples, "MOST", 1)

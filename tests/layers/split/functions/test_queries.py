@@ -6,8 +6,7 @@ import torch
 
 from distdl_rma import UnsupportedError
 from distdl_rma.layers.split import SplitTensor
-from distdl_rma.testing import block, grids
-from tests.layers.split.against_whole import check, cut_along
+from tests.layers.split.against_whole import check, cut_along, on_grids
 
 pytestmark = pytest.mark.mpi
 
@@ -24,8 +23,7 @@ QUESTIONS = [
 @pytest.mark.parametrize("ask", QUESTIONS)
 def test_answers_are_those_of_the_whole(P_world, ask):
     whole = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-    for grid in grids(len(SHAPE), P_world.size):
-        assert ask(block(P_world.create_cartesian_topology_partition(grid), whole)) == ask(whole)
+    assert all(ask(x) == ask(whole) for x in on_grids(P_world, whole))
 
 
 def test_data_is_read_outside_of_the_graph_and_not_written(P_world):

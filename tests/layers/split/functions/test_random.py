@@ -11,10 +11,9 @@ from distdl_rma.geometry.intervals import Listed
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.functions.draws import fill
-from distdl_rma.testing import block, grids
-from tests.layers.split.against_whole import called, cut_along, forms, numbers
+from tests.layers.split.against_whole import called, cut_along, forms, numbers, on_grids
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
 SHAPE = 4, 6, 12, 10
 # A draw; and where it is one fill of a tensor, torch's method with its parameters.
 DRAWS = {
@@ -67,11 +66,6 @@ FORMS = {
 test_forms = forms(FORMS)
 
 
-def split_ones(P_world, whole):
-    for shape in grids(whole.dim(), P_world.size):
-        yield block(P_world.create_cartesian_topology_partition(shape), whole)
-
-
 def uneven_ones(P_world, whole):
     """Cut along the rows with an empty block, and with one of all rows but one."""
     P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
@@ -87,9 +81,8 @@ def channels_last(x):
     return x.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.sizes(2, 3, 4)
 def test_dropout_keeps_its_part_of_elements(P_world):
-    for x in split_ones(P_world, torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)):
+    for x in on_grids(P_world, torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)):
         y = F.dropout(x, 0.25)
         y.backward(torch.ones(SHAPE, dtype=torch.float64))
         whole = y.full_tensor().detach()
@@ -100,7 +93,6 @@ def test_dropout_keeps_its_part_of_elements(P_world):
         assert not F.dropout(x, 1.0).full_tensor().any()
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
 @pytest.mark.in_turn(3, 4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for case in DRAWS if case != "poisson"])
@@ -116,7 +108,7 @@ def test_every_grid_draws_as_one_process(P_world, case, dtype):
     if plain:
         fill(expected, plain[0], lay.replicated(Partition((0,), (1,), 0), SHAPE), seed, plain[1:])
     state = None
-    for split in [*split_ones(P_world, x), *uneven_ones(P_world, x)]:
+    for split in [*on_grids(P_world, x), *uneven_ones(P_world, x)]:
         for given in (split, split.redistribute(), SplitTensor(channels_last(split._local), split._layout)):
             torch.manual_seed(7)
             found = draw(given)
@@ -130,12 +122,11 @@ def test_every_grid_draws_as_one_process(P_world, case, dtype):
     assert not any(torch.equal(*expected.tensor_split(2, dim)) for dim in range(4))
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
 def test_a_generator_gives_the_seed(P_world):
     def seeded():
         return torch.Generator().manual_seed(4)
 
-    for x in split_ones(P_world, numbers(*SHAPE).detach()):
+    for x in on_grids(P_world, numbers(*SHAPE).detach()):
         state = torch.get_rng_state()
         first = torch.rand_like(x, generator=seeded()).full_tensor()
         for y in (
@@ -153,14 +144,10 @@ def test_a_generator_gives_the_seed(P_world):
         torch.testing.assert_close(y.full_tensor(), (x + z * p).full_tensor())
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
 def test_gradients_are_those_of_a_constant_mask(P_world):
-    for x in split_ones(P_world, numbers(*SHAPE)):
-        for function in (
-            called(F.dropout, 0.3),
-            called(F.alpha_dropout, 0.3, True),
-            called(F.rrelu, training=True),
-        ):
+    for x in on_grids(P_world, numbers(*SHAPE)):
+        for case in ("dropout", "alpha", "rrelu"):
+            (function,) = DRAWS[case]
             given = x.detach().requires_grad_()
             torch.manual_seed(7)
             y = function(given)
@@ -180,12 +167,11 @@ def test_gradients_are_those_of_a_constant_mask(P_world):
         assert not mean.grad.full_tensor().any()
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
 def test_autocast_draws_alike_on_every_grid(P_world):
     weight = torch.linspace(-1, 1, 5 * 6).reshape(5, 6, 1, 1)
     torch.manual_seed(2)
     whole, kept = torch.randn(SHAPE), None
-    for x in split_ones(P_world, whole):
+    for x in on_grids(P_world, whole):
         torch.manual_seed(7)
         with torch.autocast("cpu", torch.bfloat16):
             y = F.dropout(F.conv2d(x, weight), 0.5)
@@ -210,7 +196,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("distributes", [True, False])
 @pytest.mark.parametrize("in_module", [True, False])
 def test_checkpoints_draw_the_same_again_in_a_model_and_outside(P_world, distributes, in_module):
-    for x in split_ones(P_world, numbers(*SHAPE)):
+    for x in on_grids(P_world, numbers(*SHAPE)):
         model, ones = Checkpointed(in_module), torch.ones(SHAPE, dtype=torch.float64)
         model = distribute(model, x.partition) if distributes else model
         y = model(x)
@@ -222,7 +208,7 @@ def test_checkpoints_draw_the_same_again_in_a_model_and_outside(P_world, distrib
 
 
 def test_gumbel_softmax(P_world):
-    for x in split_ones(P_world, numbers(*SHAPE)):
+    for x in on_grids(P_world, numbers(*SHAPE)):
         y = F.gumbel_softmax(x, 0.5, dim=1)
         torch.testing.assert_close(y.full_tensor().sum(1), torch.ones(4, 12, 10, dtype=torch.float64))
         y.backward(torch.ones(SHAPE, dtype=torch.float64))

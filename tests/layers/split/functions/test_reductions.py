@@ -9,9 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import Machine, shard
 from distdl_rma.layers.split import layout
-from distdl_rma.testing import block, grids
 from tests.call_counts import Calls, most, profiles
-from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
+from tests.layers.split.against_whole import called, check, cut_along, forms, numbers, on_grids
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -164,8 +163,7 @@ def test_the_warning_of_no_degree_of_freedom_names_the_users_line(P_world):
 @pytest.mark.sizes(2, 3, 4)
 def test_the_gradient_of_a_logarithm_of_sums_is_rounded_once(P_world):
     whole = (numbers(8, 4).detach() * 4).to(torch.bfloat16)
-    for grid in grids(2, P_world.size):
-        x = block(P_world.create_cartesian_topology_partition(grid), whole.requires_grad_())
+    for x in on_grids(P_world, whole.requires_grad_()):
         y = x.logsumexp((0, 1))
         assert y.dtype is torch.bfloat16
         y.backward()
@@ -187,9 +185,7 @@ def test_comparisons(P_world):
     x = torch.randn(SHAPE, dtype=torch.float64)
     y = x.clone()
     y[1, 2, 4, 3] += 1e-3
-    for shape in grids(4, P_world.size):
-        P_x = P_world.create_cartesian_topology_partition(shape)
-        one, other = block(P_x, x), block(P_x, y)
+    for one, other in zip(on_grids(P_world, x), on_grids(P_world, y), strict=True):
         assert torch.equal(one, x) and torch.allclose(one, y, atol=1e-2)
         assert not (one.equal(other) or torch.allclose(one, other) or torch.equal(one, x[0]))
 
@@ -201,16 +197,6 @@ def test_types(P_world):
     for dim in (2, 3):
         check(P_world, lambda x, dim=dim: x.half().log_softmax(dim), [x], gradients=False, atol=1e-2)
         check(P_world, lambda x, dim=dim: torch.softmax(x.bfloat16(), dim), [x], gradients=False, atol=1e-2)
-
-
-@pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("where", [(0, 0, 1, 1), (1, 2, 4, 3)])
-def test_not_a_number(P_world, where):
-    x = torch.randn(SHAPE, dtype=torch.float64)
-    x[where] = torch.nan
-    along = (lambda x: tuple(x.max(2)), lambda x: tuple(x.min(3)), called(torch.amax, (2, 3)))
-    for function in (torch.max, torch.min, torch.argmax, *along):
-        check(P_world, function, [x.clone().requires_grad_()])
 
 
 @pytest.mark.sizes(2, 3, 4)
@@ -244,7 +230,6 @@ def slope_of_slopes(function, x):
     return torch.autograd.grad(z, x, torch.ones_like(z))[0]
 
 
-@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_second_derivatives_along_what_is_not_cut_are_those_of_torch(P_world, name):
     x = matrices(4, 6)()

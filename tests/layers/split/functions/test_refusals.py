@@ -7,7 +7,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import UnsupportedError, shard
 from tests.layers.split.samples import samples_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
+pytestmark = pytest.mark.mpi
 # Of the functions that every rank computes of the whole tensors.
 test_samples_of_torch = samples_of("split.operands", 3)
 

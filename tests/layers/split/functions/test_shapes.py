@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.testing import block
-from tests.layers.split.against_whole import called, check, cut_along, forms, numbers
+from tests.layers.split.against_whole import called, cut_along, forms, numbers
 from tests.layers.split.samples import samples_of
 
 pytestmark = pytest.mark.mpi
@@ -59,6 +58,10 @@ BY_SHAPE = {
     **{(n, *extents, 3): [windows] for n in (1, 2) for extents in ((14, 21), (7, 14), (28, 7))},
 }
 FORMS = {f"{at} of {shape}": (f, [shape]) for shape, each in BY_SHAPE.items() for at, f in enumerate(each)}
+FORMS["several"] = torch.atleast_3d, [(5, 3), (4, 2)]
+for at in ("ij", "xy"):
+    FORMS[f"coordinates {at}"] = lambda x, y, at=at: torch.meshgrid(x, y, 2 * x, indexing=at), [(4,), (4,)]
+    FORMS[f"a list {at}"] = lambda x, y, at=at: torch.meshgrid([x, y], indexing=at)[1] * 2, [(4,), (4,)]
 test_forms = forms(FORMS)
 test_samples_of_torch = samples_of("shapes", 3)
 
@@ -97,6 +100,8 @@ def test_errors_are_those_of_torch(P_world):
     for function in (x.view_as, x.reshape_as):
         with pytest.raises(RuntimeError, match=r"shape '\[\]' is invalid"):
             function(torch.tensor(48))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.meshgrid(cut_along(P_world, 0, numbers(4)), torch.tensor(3), indexing="ij")
     assert x.sum().view_as(torch.tensor(1.0)).shape == ()
     times = cut_along(P_world, 0, torch.tensor([1, 1, 2, 2]))
     repeated = torch.repeat_interleave(torch.ones(4, 1), times, dim=0, output_size=6)
@@ -105,8 +110,7 @@ def test_errors_are_those_of_torch(P_world):
 
 @pytest.mark.mpi(min_size=2)
 def test_whether_a_reshaped_copy_may_change_is_alike_on_all_ranks(P_world):
-    grid = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    x = block(grid, numbers(3, 4, 2, 1).detach()) * 1.0
+    x = cut_along(P_world, 2, numbers(3, 4, 2, 1).detach()) * 1.0
     with pytest.raises(UnsupportedError, match="view of another"):
         x.view(-1).sub_(1.0)
 
@@ -120,17 +124,3 @@ def test_numbers_that_every_rank_has_are_extents(P_world):
     zero = n * 0
     assert x.flatten(start_dim=zero).shape == (24,)
     assert x.flatten(start_dim=zero + 1).shape == (6, 4)
-
-
-def test_grids_of_coordinates(P_world):
-    operands = [numbers(4), numbers(4)]
-    for indexing in ("ij", "xy"):
-        check(P_world, lambda x, y, i=indexing: torch.meshgrid(x, y, 2 * x, indexing=i), operands)
-        check(P_world, lambda x, y, i=indexing: torch.meshgrid([x, y], indexing=i)[1] * 2, operands)
-    x = cut_along(P_world, 0, operands[0])
-    with pytest.raises(RuntimeError, match="same dtype"):
-        torch.meshgrid(x, torch.tensor(3), indexing="ij")
-
-
-def test_several_tensors_get_more_dimensions(P_world):
-    check(P_world, torch.atleast_3d, [torch.randn(5, 3), torch.randn(4, 2)], gradients=False)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ArgumentError, SplitTensor, UnsupportedError, register, shard
+from distdl_rma import ArgumentError, SplitTensor, UnsupportedError, register
 from distdl_rma.layers.split.calls.table import RULES
-from tests.layers.split.against_whole import check, numbers
+from tests.layers.split.against_whole import check, cut_along, numbers
 
 
 @pytest.mark.mpi
@@ -26,12 +26,9 @@ def test_rules_of_a_users_own(P_world):
         torch.special.spherical_bessel_j0,
         lambda function, x: SplitTensor.from_local(function(x.to_local()), x.partition),
     )
-    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
-    s = shard(P_x, x)
+    s, bessel = cut_along(P_world, 2, x), torch.special.spherical_bessel_j0
     torch.testing.assert_close(Mine()(s).full_tensor(), x * 2)
-    torch.testing.assert_close(
-        torch.special.spherical_bessel_j0(s).full_tensor(), torch.special.spherical_bessel_j0(x)
-    )
+    torch.testing.assert_close(bessel(s).full_tensor(), bessel(x))
 
 
 class Floor(torch.autograd.Function):
@@ -83,9 +80,8 @@ def test_functions_of_single_elements(P_world, monkeypatch):
     register(torch.special.airy_ai, elementwise=True)
     check(P_world, torch.special.airy_ai, [numbers(2, 3, 7, 5).detach()])
     register(torch.special.airy_ai, lambda function, x: x * 2)
-    check(
-        P_world, lambda x: torch.special.airy_ai(x) if type(x) is not torch.Tensor else x * 2, [numbers(3, 5)]
-    )
+    airy = torch.special.airy_ai
+    check(P_world, lambda x: airy(x) if type(x) is not torch.Tensor else x * 2, [numbers(3, 5)])
 
 
 @pytest.mark.mpi
@@ -96,7 +92,7 @@ def test_what_is_not_elementwise_is_refused_by_all(P_world):
             return x.sum()
 
     register(Total, elementwise=True)
-    x = shard(P_world.create_cartesian_topology_partition((1, P_world.size)), torch.randn(3, 7))
+    x = cut_along(P_world, 1, torch.randn(3, 7))
     with pytest.raises(UnsupportedError, match=r"Total.*registered as elementwise, and returns \(\)"):
         Total.apply(x)
 

@@ -135,16 +135,6 @@ def test_changes_of_a_view_of_what_was_padded(P_world):
     check(P_world, changed, [numbers(5, 2, 4)], only=[(P_world.size, 1, 1)])
 
 
-def test_types_under_autocast_are_torchs(P_world):
-    def pooled(x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            sizes = F.pad(x, (1, 1, 0, 0, 0, 0), mode="replicate"), F.interpolate(x, scale_factor=2)
-            pools = F.avg_pool3d(x, 2), F.max_pool3d(x, 2), F.adaptive_max_pool3d(x, 2)
-            return *sizes, *pools, F.adaptive_avg_pool3d(x, 1)
-
-    check(P_world, pooled, [torch.randn(1, 2, 4, 4, 6).bfloat16()], gradients=False, atol=0.01)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_max_unpool_by_indices_in_any_order_of_memory(P_world):
     y, index = F.max_pool2d(numbers(1, 1, 8, 6), 2, return_indices=True)

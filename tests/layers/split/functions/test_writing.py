@@ -2,6 +2,7 @@
 
 import random
 import re
+from math import prod
 
 import pytest
 import torch
@@ -127,10 +128,7 @@ FORMS = {
     "marked": (lambda x: marked(x.detach()), [SHAPE]),
     **{f"in place {at}": (in_place(change), [MATRIX, MATRIX]) for at, change in enumerate(IN_PLACE)},
     **{f"plain beside, {at}": (in_place(change), [MATRIX], [MATRIX]) for at, change in enumerate(IN_PLACE)},
-    "whole numbers in place": (
-        lambda x: x.clone().cumsum_(0),
-        [torch.arange(6, dtype=torch.int32).view(3, 2)],
-    ),
+    "whole numbers in place": (lambda x: x.clone().cumsum_(0), [torch.arange(6).int().view(3, 2)]),
 }
 test_forms = forms(FORMS)
 
@@ -191,37 +189,18 @@ def test_what_torch_refuses_to_write_where_a_mask_says_so(P_world, extent):
 def _random_index(pick, extents):
     # What may stand in brackets, for a tensor of these extents.
     index, d = [], 0
-    kinds = ["number", "negative", "slice", "step", "all", "list", "tensor", "nothing", "mask", "wide"]
-    while d < len(extents):
-        n, kind = extents[d], pick.choice([*kinds, "none", "bool", "dots", "end"])
-        if kind == "end":
-            break
-        if kind == "wide" and d + 1 < len(extents):
-            index.append(torch.tensor([pick.random() < 0.5 for _ in range(n * extents[d + 1])]).view(n, -1))
-            d += 2
-        elif kind == "none":
-            index.append(None)
-        elif kind == "bool":
-            index.append(pick.choice([True, False, torch.tensor(True), torch.tensor(False)]))
-        elif kind == "dots":
-            index.append(...)
-            d += pick.randrange(len(extents) - d + 1)
-        elif kind != "wide":
-            at = pick.randrange(n)
-            index.append(
-                {
-                    "number": at,
-                    "negative": at - n,
-                    "slice": slice(at, pick.randrange(n + 1)),
-                    "step": slice(at, None, 2),
-                    "all": slice(None),
-                    "list": [at, pick.randrange(n)],
-                    "tensor": torch.tensor([[at], [n - 1]]),
-                    "nothing": [],
-                    "mask": torch.tensor([pick.random() < 0.5 for _ in range(n)]),
-                }[kind]
-            )
-            d += 1
+    while d < len(extents) and pick.random() < 0.93:
+        n, (yes, no) = extents[d], pick.sample([True, False], 2)
+        at, last, dots = pick.randrange(n), pick.randrange(n + 1), pick.randrange(len(extents) - d + 1)
+        wide = torch.tensor([pick.random() < 0.5 for _ in range(prod(extents[d : d + 2]))])
+        # With the number of dimensions that each is for.
+        one, count = pick.choice([
+            (at, 1), (at - n, 1), (slice(at, last), 1), (slice(at, None, 2), 1), (slice(None), 1),
+            ([at, last % n], 1), (torch.tensor([[at], [n - 1]]), 1), ([], 1), (wide[:n], 1),
+            (wide.view(extents[d : d + 2]), 2), (None, 0), (yes, 0), (torch.tensor(no), 0), (..., dots),
+        ])  # fmt: skip
+        index.append(one)
+        d += count
     return tuple(index)
 
 
@@ -300,9 +279,7 @@ def test_a_plain_tensor_that_is_changed_without_gradients_stays_plain_and_alike(
 
 @pytest.mark.mpi(min_size=2)
 def test_refused(P_world):
-    P_x = P_world.create_cartesian_topology_partition((1, P_world.size, 1))
-    x = block(P_x, numbers(3, 6, 5).detach())
-    y = block(P_x, numbers(3, 6, 5))
+    x, y = cut_along(P_world, 1, numbers(3, 6, 5).detach()), cut_along(P_world, 1, numbers(3, 6, 5))
     plain = torch.zeros(3, 6, 5, dtype=torch.float64)
     moved = x[:, 2]
     for function, words in (
