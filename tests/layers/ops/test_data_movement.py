@@ -11,7 +11,6 @@ from distdl_rma.layers.ops.data_movement import (
     StagedMove,
     all_sum_reduce,
     broadcast,
-    joined,
 )
 
 mpi = pytest.mark.mpi
@@ -65,15 +64,3 @@ def test_vectors_get_their_shape_back(P_world):
     x = torch.arange(count)
     y = StagedMove(movements, torch.int64, None, (1, count))(GradientNeeds(False, False), x[:, None])
     assert torch.equal(y, x[None]) and y.data_ptr() != x.data_ptr()
-
-
-def test_what_torch_would_not_concatenate_is_refused():
-    assert joined([(2, 3, 4), (2, 0, 4)], [torch.int8, torch.float32]) == ((2, 3, 4), torch.float32)
-    floats, others = [torch.float32, torch.float32], [torch.float64, torch.float8_e5m2]
-    for second, dtypes, words in (
-        ((2, 3), floats, r"Number of dimensions .* input 1 is \(2, 3\)"),
-        ((1, 3, 4), floats, r"Expected 2 in dimension 0 .* input 1 is \(1, 3, 4\)"),
-        ((2, 3, 4), others, r"Promotion .* of torch\.float64; input 1 .* torch\.float8_e5m2"),
-    ):
-        with pytest.raises(ShapeError, match=words):
-            joined([(2, 3, 4), second], dtypes)

@@ -9,16 +9,12 @@ import torch
 from distdl_rma import Machine, ShapeError, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat
+from tests.layers.partitioned.every_layer import grid
 from tests.layers.partitioned.random_shards import cut, random_blocks, random_partition
 from tests.layers.partitioned.sequential import agree, shard
 from tests.layers.partitioned.twins import Cat, step_of_both
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
-
-
-def grid(P_world, shape, ranks=None):
-    chosen = range(P_world.size) if ranks is None else ranks
-    return P_world.create_partition_inclusive(chosen).create_cartesian_topology_partition(shape)
 
 
 def whole(shapes, dtype=torch.float64):
