@@ -10,21 +10,10 @@ from distdl_rma import (
     PartitionError,
     ShapeError,
     UnsupportedError,
-    layers,
 )
-from distdl_rma.layers import Concat, Conv, DistributedConcat, InstanceNorm
+from distdl_rma.layers import Concat, Conv, InstanceNorm
 
 pytestmark = pytest.mark.mpi
-
-
-def test_the_number_of_extents_says_which_layer_it_is(permuted, comm):
-    for dims in (1, 2, 3):
-        space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))
-        conv = Conv(permuted, (2, 3, 4, *space), cut, kernel_size=3)
-        norm = InstanceNorm(permuted, (2, 3, *space), cut)
-        assert type(conv) is getattr(layers, f"DistributedConv{dims}d")
-        assert type(norm) is getattr(layers, f"DistributedInstanceNorm{dims}d")
-        assert type(Concat(permuted, (2, (3, 1), *space), [cut, cut])) is DistributedConcat
 
 
 # Calls, and what they are refused with; good, tall, deep, many and split are distributions, M the machine.
@@ -83,12 +72,6 @@ def test_what_does_not_fit_is_refused_and_inequalities_before_anything_is_sent(p
     for call, (kind, message) in REFUSED.items():
         with pytest.raises(kind, match=message):
             eval(call, names)
-
-
-def test_a_partition_of_the_ranks_stands_for_the_machine(P_world, comm):
-    last = P_world.create_partition_inclusive([comm.size - 1])
-    layer = InstanceNorm(last, (2, 3, 8), Distribution(1, 1, 1))
-    assert layer.P_x.ranks == last.ranks
 
 
 def unlike(n, batch, high):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import ConfigurationError, Machine, ProtocolError
+from distdl_rma import ProtocolError
 from distdl_rma.layers import DistributedConv2d, DistributedLinear
 from tests.layers.partitioned.every_layer import local, rows
 
@@ -85,15 +85,3 @@ def test_what_travels_is_used_where_it_is_needed_and_its_gradient_comes_back(P_w
     (used["weight"] * (comm.rank + 1)).sum().backward()
     if comm.rank == 0:
         assert torch.equal(layer.weight.grad, torch.full((2, 3), float(sum(range(1, comm.size + 1)))))
-
-
-def test_ranks_without_a_copy_are_refused(comm):
-    # The machine fails with it, and so is the test's own.
-    machine = Machine(comm, segment_size="4MiB", timeout=15)
-    layer = conv(machine.partition(), placement="root", get_ranks_synch_weights=lambda: [comm.size])
-    # Nobody fails before all have the layer, nor closes before all have failed.
-    comm.Barrier()
-    with pytest.raises(ConfigurationError, match="the copies are on"):
-        layer.placed.summed_over()
-    comm.Barrier()
-    machine.close()
