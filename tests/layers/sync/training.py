@@ -65,9 +65,17 @@ def target():
 
 
 def make(P_world, comm, grid=None, **options):
+    """The distributed network, its sync, and a function that gives the loss of an input."""
     P_x = P_world.create_cartesian_topology_partition(grid or (1, 1, comm.size, 1))
-    model = distributed(P_x)
-    return P_x, model, GradientSync(model, P_world, **options), DistributedMSELoss(P_x)
+    model, criterion = distributed(P_x), DistributedMSELoss(P_x)
+    sync = GradientSync(model, P_world, **options)
+    return model, sync, lambda at=0: criterion(model(shard(P_x, inputs()[at])), shard(P_x, target()))
+
+
+def alone():
+    """The sequential network, and such a function."""
+    model = network(nn.Conv2d, nn.InstanceNorm2d)
+    return model, lambda at=0: nn.functional.mse_loss(model(inputs()[at]), target())
 
 
 def close_to(actual, expected):
@@ -75,13 +83,13 @@ def close_to(actual, expected):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
-def train(model, criterion, cut, set_to_none=True):
+def train(model, loss_of, set_to_none=True):
     """Losses of some steps; optimizers read gradients one by one, or all at once."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=set_to_none)
     losses = []
-    for x in inputs():
+    for at in range(len(inputs())):
         optimizer.zero_grad(set_to_none=set_to_none)
-        loss = criterion(model(cut(x)), cut(target()))
+        loss = loss_of(at)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -90,11 +98,10 @@ def train(model, criterion, cut, set_to_none=True):
 
 def train_on_every_grid(P_world, comm, set_to_none=True, **options):
     """Losses and weights of a training are those of the sequential one, however the ranks cut images."""
-    twin = network(nn.Conv2d, nn.InstanceNorm2d)
-    losses = train(twin, nn.MSELoss(), torch.clone)
+    twin, loss_alone = alone()
+    losses = train(twin, loss_alone)
     for grid in grids(comm.size, 2):
-        P_x, model, sync, criterion = make(P_world, comm, grid, **options)
-        found = train(model, criterion, partial(shard, P_x), set_to_none)
-        torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
+        model, sync, loss_of = make(P_world, comm, grid, **options)
+        torch.testing.assert_close(train(model, loss_of, set_to_none), losses, rtol=1e-12, atol=0)
         close_to(model.parameters(), twin.parameters())
         sync.close()

@@ -78,10 +78,7 @@ def test_cut_parameters_and_buffers_say_where_they_are(P_world, comm):
     cut = comm.size > 1
     buffers = {"running_mean", "running_var"} if cut else set()
     assert layer.layouts.keys() == {"weight", "bias"} | buffers
-    start, stop = layer.store.box(comm.rank).bounds[0]
-    for tensor in (layer.weight, layer.bias, layer.running_mean, layer.running_var):
-        assert tensor.shape == (stop - start,)
-    assert sum(comm.allgather(layer.weight.numel())) == 7
+    assert sum(comm.allgather(layer.running_mean.numel())) == 7
     assert layer.placed.placements["weight"].store == layer.store
     whole = DistributedBatchNorm2d(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), 7)
     assert whole.layouts.keys() == {"weight", "bias"}
