@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from distdl_rma import GradientSync, Machine
 from distdl_rma.layers import DistributedLinear, DistributedLinearAllGather, DistributedLinearReduceScatter
 from distdl_rma.layers.ops.linear import LinearInPlaces
+from tests.layers.ops.places import segment_of, watch
 
 SHAPES = [(5,), (4, 5), (2, 3, 5), (0, 5), (2, 0, 5)]
 
@@ -55,21 +56,6 @@ def test_second_derivatives_are_torchs_and_write_to_no_place():
     assert torch.autograd.gradgradcheck(product, inputs)
 
 
-def segment_of(machine):
-    memory = machine.segments.segment.memory
-    return range(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
-
-
-def watch(placed):
-    """Places that a layer is offered from now on, by name."""
-    taken = {key: [] for key in placed.taken_over}
-    for key, (parameter, offer) in list(placed.taken_over.items()):
-        placed.take_over(
-            key, parameter, lambda offer=offer, key=key: taken[key].append(offer()) or taken[key][-1]
-        )
-    return taken
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", [DistributedLinearAllGather, DistributedLinearReduceScatter])
 @pytest.mark.parametrize("uses", [1, 2])
@@ -93,7 +79,7 @@ def test_gradients_of_copies_are_computed_in_the_segment_at_their_first_use(P_wo
             first, *others = taken[key][-uses:]
             assert others == [None] * (uses - 1)
             if step < 2:
-                assert first.data_ptr() == parameter.grad.data_ptr() in segment
+                assert first == parameter.grad.data_ptr() in segment
     sync.close()
 
 

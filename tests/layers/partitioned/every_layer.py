@@ -11,24 +11,44 @@ OTHERS = {"Concat", "Conv", "InstanceNorm", "Movement"}
 _LOCAL = {1: (2, 4, 6), 2: (2, 4, 6, 5), 3: (2, 4, 6, 4, 3)}
 
 
+def grid(P_world, shape, ranks=None):
+    """A grid of some ranks, or of all."""
+    some = P_world if ranks is None else P_world.create_partition_inclusive(ranks)
+    return some.create_cartesian_topology_partition(shape)
+
+
 def rows(P_world, dims=2):
     """All ranks along the first spatial dimension."""
-    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, *(1,) * (dims - 1)))
+    return grid(P_world, (1, 1, P_world.size, *(1,) * (dims - 1)))
 
 
 def line(P_world):
     """All ranks along the features."""
-    return P_world.create_cartesian_topology_partition((1, P_world.size))
+    return grid(P_world, (1, P_world.size))
 
 
-def first(P_world):
-    """The first rank alone, on a grid of two dimensions."""
-    return P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
+def first(P_world, dims=2):
+    """The first rank alone."""
+    return grid(P_world, (1,) * dims, [0])
 
 
 def local(dims=2, dtype=torch.float32):
     """A rank's shard of an image."""
     return (torch.rand(_LOCAL[dims]) * 0.8 + 0.1).to(dtype)
+
+
+def dense(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def outcome(layer, inputs, lay_out=dense):
+    """Output, and gradients of inputs and parameters, of a call whose gradient is laid out in a way."""
+    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    layer.zero_grad()
+    y = layer(*inputs)
+    if y.requires_grad:
+        y.backward(lay_out(dense(torch.ones_like(y)).cumsum(-1) if y.dim() else torch.ones_like(y)))
+    return [y.detach(), *(x.grad for x in inputs), *(p.grad for p in layer.parameters())]
 
 
 # Arguments behind the partition of layers of images of one to three dimensions.
@@ -98,7 +118,7 @@ _CALLS["DistributedKLDivLoss"] = ("rows2, reduction='batchmean'", "local(), loca
 def _made(name, P_world):
     n = P_world.size
     grids = {"channels": (1, n, 1, 1), "samples": (n, 1, 1, 1), "blocks": (n, 1)}
-    names = {key: P_world.create_cartesian_topology_partition(shape) for key, shape in grids.items()}
+    names = {key: grid(P_world, shape) for key, shape in grids.items()}
     names |= {f"rows{d}": rows(P_world, d) for d in _LOCAL} | {"line": line(P_world), "first": first(P_world)}
     names |= {"torch": torch, "local": local, "n": n}
     kind, (arguments, inputs) = getattr(layers, name.partition(" ")[0]), _CALLS[name]

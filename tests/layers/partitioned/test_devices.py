@@ -28,12 +28,10 @@ from distdl_rma.layers import (
     staging,
 )
 from tests.fake_device import NAME, counted, needs_fake_device
-from tests.layers.partitioned.core.test_layouts import outcome
-from tests.layers.partitioned.every_layer import EVERY_LAYER
+from tests.layers.partitioned.every_layer import EVERY_LAYER, first, outcome
 from tests.layers.partitioned.same_error import same_error
 from tests.layers.partitioned.sequential import agree
-from tests.layers.partitioned.test_twins import each_form
-from tests.layers.partitioned.twins import Twins, step_of_both
+from tests.layers.partitioned.twins import Twins
 
 pytestmark = [
     pytest.mark.mpi,
@@ -44,49 +42,14 @@ pytestmark = [
 ]
 
 
-class OnDevice(Twins):
-    """A layer on a device beside torch's on the host."""
-
-    def __init__(self, device, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.device = device
-        self.layer.to(device)
-
-    def into(self, x):
-        return super().into(x).to(self.device)
-
-    def out(self, y):
-        return super().out(y).to(self.device)
-
-    def step(self, x, *more, same=agree):
-        def there(actual, expected, what):
-            assert actual.device == self.device, what
-            same(actual.cpu(), expected.cpu(), what)
-
-        step_of_both(self.layer, self.twin, [x], [self.into], self.out, *more, same=there)
-
-
-@each_form
-def test_steps_on_a_device_equal_torchs(P_world, device, form):
-    # Of all ranks, and with an idle one, which holds weights.
-    for ranks in {P_world.size, max(1, P_world.size - 1)}:
-        twins = OnDevice(device, P_world, form, ranks=range(ranks))
-        for shape in [*twins.shapes()][:3]:
-            twins.step(twins.draw(shape))
-        with torch.no_grad():
-            x = twins.draw()
-            agree(twins.layer(twins.into(x)).cpu(), twins.out(twins.twin(x)).cpu(), "without gradients")
-
-
 # Losses of split classes compare their indices on the host.
 @pytest.mark.parametrize("name", [name for name in EVERY_LAYER if "split classes" not in name])
 def test_every_layer_gives_on_a_device_what_it_gives_on_the_host(P_world, device, name):
     layer, inputs = EVERY_LAYER[name](P_world)
     there = copy.deepcopy(layer).to(device)
     expected, found = outcome(layer, inputs), outcome(there, [x.to(device) for x in inputs])
-    for one, other in zip(found, expected, strict=True):
-        assert one is other is None or one.device == device
-        torch.testing.assert_close(one if one is None else one.cpu(), other)
+    assert all(each is None or each.device == device for each in found)
+    torch.testing.assert_close([each if each is None else each.cpu() for each in found], expected)
 
 
 # Where weight, bias and input of a wrong rank are, and what all ranks say.
@@ -117,9 +80,8 @@ def test_a_rank_on_another_device_is_refused_by_all_with_both_names(P_world, com
 
 
 def test_tensors_without_elements_are_on_the_device_too(P_world, comm, device):
-    P_root = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
     rows = P_world.create_cartesian_topology_partition((P_world.size, 1))
-    scatter, whole = Repartition(P_root, rows), torch.arange(15.0).view(5, 3)
+    scatter, whole = Repartition(first(P_world), rows), torch.arange(15.0).view(5, 3)
     mine = whole.to(device) if comm.rank == 0 else zero_volume_tensor(device=device)
     assert torch.equal(scatter(mine).cpu(), shard(rows, whole).to_local())
     if comm.size > 1:
@@ -129,7 +91,7 @@ def test_tensors_without_elements_are_on_the_device_too(P_world, comm, device):
 
 
 def test_an_idle_rank_may_pass_nothing_from_the_host(P_world, comm, device):
-    some = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
+    some = first(P_world, 3)
     layer = DistributedConv1d(some, 1, 2, 3).to(device)
     x = torch.rand(1, 1, 5).to(device) if some.active else zero_volume_tensor(1)
     y = layer(x)
@@ -184,8 +146,7 @@ def test_a_distributed_model_may_contain_such_layers_on_its_device(P_world, devi
         assert y.device == where
         found.append([y.full_tensor().cpu(), *(p.grad.cpu() for p in model.parameters())])
         split.distributed.close()
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 def test_a_convolution_sends_its_edges_down_and_nothing_else(P_world, comm, device):
@@ -221,10 +182,6 @@ def test_buckets_of_short_types_are_summed_once_rounded(P_world, comm, device, d
 def test_gradients_are_clipped_on_the_device_with_one_copy_down(P_world, comm, device, order):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     alone = copy.deepcopy(model)
-    alone.load_state_dict(
-        dict(zip(model.state_dict(), comm.bcast([*model.state_dict().values()]), strict=True))
-    )
-    model.load_state_dict(alone.state_dict())
     sync = GradientSync(model.to(device), P_world)
     x = torch.rand(5, 3, generator=torch.Generator().manual_seed(1))
     model(x.to(device)).sum().div(comm.size).backward()
@@ -233,8 +190,8 @@ def test_gradients_are_clipped_on_the_device_with_one_copy_down(P_world, comm, d
         norm = sync.clip_grad_norm_(0.1, norm_type=order)
     assert moved.downs <= 1
     torch.testing.assert_close(norm.float().cpu(), nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order))
-    for p, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.cpu(), other.grad)
+    found, expected = ([p.grad.cpu() for p in net.parameters()] for net in (model, alone))
+    torch.testing.assert_close(found, expected)
     sync.close()
 
 
@@ -267,16 +224,16 @@ def test_a_scaler_skips_a_step_on_all_ranks_with_one_copy_down(P_world, comm, de
 @pytest.mark.parametrize("form", ["conv", "root", "transposed", "LinearAllGather", "batch norm", "bilinear"])
 def test_layers_compute_under_autocast_of_the_device(P_world, device, monkeypatch, form):
     monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
-    here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
-    x, found = here.draw(), []
-    for twins, kind in ((here, "cpu"), (there, NAME)):
-        mine = twins.into(x).requires_grad_()
+    twins, found = Twins(P_world, form, torch.float32), []
+    x = twins.draw()
+    for kind, place in (("cpu", "cpu"), (NAME, device)):
+        twins.layer.to(place).zero_grad()
+        mine = twins.into(x).to(place).requires_grad_()
         with torch.autocast(kind, torch.bfloat16):
             y = twins.layer(mine)
         y.float().square().sum().backward()
         found.append([y.detach().cpu(), mine.grad.cpu(), *(p.grad.cpu() for p in twins.layer.parameters())])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(
@@ -295,15 +252,14 @@ def test_layers_of_short_types_are_converted_as_torch_does_there(
     P_world, device, monkeypatch, form, cpu, gpu
 ):
     monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
-    here, there = Twins(P_world, form, torch.float32), OnDevice(device, P_world, form, torch.float32)
-    x = here.draw().bfloat16()
+    twins = Twins(P_world, form, torch.float32)
+    x = twins.draw().bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        y = here.layer(here.into(x))
-        expected = here.twin(x)
+        y, expected = twins.layer(twins.into(x)), twins.twin(x)
     assert y.dtype == expected.dtype == cpu
-    torch.testing.assert_close(y, here.out(expected), atol=0.1, rtol=0.02)
+    torch.testing.assert_close(y, twins.out(expected), atol=0.1, rtol=0.02)
     with torch.autocast(NAME, torch.bfloat16):
-        assert there.layer(there.into(x)).dtype == gpu
+        assert twins.layer.to(device)(twins.into(x).to(device)).dtype == gpu
 
 
 @pytest.mark.parametrize("name", ["Conv2d", "BatchNorm2d"])

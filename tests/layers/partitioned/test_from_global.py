@@ -10,44 +10,10 @@ from distdl_rma import (
     PartitionError,
     ShapeError,
     UnsupportedError,
-    layers,
 )
-from distdl_rma.layers import Concat, Conv, DistributedConcat, InstanceNorm
-from tests.layers.partitioned.sequential import shard
+from distdl_rma.layers import Concat, Conv, InstanceNorm
 
 pytestmark = pytest.mark.mpi
-
-
-def test_the_number_of_extents_says_which_layer_it_is(permuted, comm):
-    for dims in (1, 2, 3):
-        space, cut = (6, 5, 4)[:dims], Distribution(1, 1, comm.size, *(1,) * (dims - 1))
-        conv = Conv(permuted, (2, 3, 4, *space), cut, kernel_size=3)
-        norm = InstanceNorm(permuted, (2, 3, *space), cut)
-        assert type(conv) is getattr(layers, f"DistributedConv{dims}d")
-        assert type(norm) is getattr(layers, f"DistributedInstanceNorm{dims}d")
-        assert type(Concat(permuted, (2, (3, 1), *space), [cut, cut])) is DistributedConcat
-
-
-def test_sizes_are_known_before_the_first_call(permuted, comm):
-    inputs, output = Distribution(1, 1, comm.size), Distribution(1, 1, 1)
-    layer = Conv(permuted, (2, 3, 4, 9), inputs, output, kernel_size=3, dtype=torch.float64)
-    shards = inputs.shards((2, 3, 9), permuted)
-    assert layer.get_sizeof_input_tensor() == 8 * shards[comm.rank].volume
-    first = comm.rank == permuted.ranks[0]
-    assert layer.get_sizeof_output_tensor() == (8 * 2 * 4 * 7 if first else 0)
-    norm = InstanceNorm(permuted, (2, 3, 9), inputs)
-    assert norm.get_sizeof_tensor() == 4 * shards[comm.rank].volume
-    assert norm.get_sizeof_norm() == 2 * 8 * (2 * 3)
-    norm(shard(permuted.distribute(inputs), torch.randn(1, 3, 9)))
-    assert norm.get_sizeof_norm() == 2 * 8 * 3
-    idle = InstanceNorm(permuted, (2, 3, 9), Distribution(1, 1, 1))
-    assert (idle.get_sizeof_norm() > 0) == (idle.get_sizeof_tensor() > 0) == first
-    concat = Concat(permuted, (2, (3, 1), 9), [inputs, output], dtype=torch.float64)
-    mine = 8 * shards[comm.rank].volume + (8 * 2 * 9 if first else 0)
-    assert concat.get_sizeof_input_tensor() == mine
-    assert concat.get_sizeof_output_tensor() == 8 * inputs.shards((2, 4, 9), permuted)[comm.rank].volume
-    assert concat.get_ranks_synch_weights() == concat.get_ranks_synch_norm() == []
-    assert concat.get_sizeof_gradients() == concat.get_sizeof_norm() == 0
 
 
 # Calls, and what they are refused with; good, tall, deep, many and split are distributions, M the machine.
@@ -106,12 +72,6 @@ def test_what_does_not_fit_is_refused_and_inequalities_before_anything_is_sent(p
     for call, (kind, message) in REFUSED.items():
         with pytest.raises(kind, match=message):
             eval(call, names)
-
-
-def test_a_partition_of_the_ranks_stands_for_the_machine(P_world, comm):
-    last = P_world.create_partition_inclusive([comm.size - 1])
-    layer = InstanceNorm(last, (2, 3, 8), Distribution(1, 1, 1))
-    assert layer.P_x.ranks == last.ranks
 
 
 def unlike(n, batch, high):

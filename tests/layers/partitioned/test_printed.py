@@ -7,13 +7,10 @@ from torch import nn
 from distdl_rma import MPIPartition, rehearse, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import partitioned
+from tests.layers.partitioned.every_layer import grid
 from tests.layers.partitioned.twins import Form, Twins
 
 RANKS = 12
-
-
-def grid(P_world, ranks, shape):
-    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
 
 
 def conv_like_torchs(P_world, weights, *partitions):
@@ -26,14 +23,14 @@ def conv_like_torchs(P_world, weights, *partitions):
 
 
 def feature_distributed(P_world, weights):
-    found = conv_like_torchs(P_world, weights, grid(P_world, range(4), (1, 1, 4)))
+    found = conv_like_torchs(P_world, weights, grid(P_world, (1, 1, 4), range(4)))
     assert found == (((7, 8, 3), (7,)) if weights == "replicated" or P_world.rank == 0 else ((0,), (0,)))
 
 
 def channel_distributed(P_world, weights):
-    P_W = grid(P_world, range(12), (3, 4, 1))
+    P_W = grid(P_world, (3, 4, 1), range(12))
     found = conv_like_torchs(
-        P_world, weights, grid(P_world, range(4), (1, 4, 1)), grid(P_world, range(3), (1, 3, 1)), P_W
+        P_world, weights, grid(P_world, (1, 4, 1), range(4)), grid(P_world, (1, 3, 1), range(3)), P_W
     )
     i, j, _ = P_W.index
     rows = (3, 2, 2)[i]
@@ -41,8 +38,8 @@ def channel_distributed(P_world, weights):
 
 
 def generalized(P_world, weights):
-    P_x, P_y = (grid(P_world, ranks, (1, 2, 3)) for ranks in (range(6), range(6, 12)))
-    P_W = grid(P_world, range(12), (2, 2, 3))
+    P_x, P_y = (grid(P_world, (1, 2, 3), ranks) for ranks in (range(6), range(6, 12)))
+    P_W = grid(P_world, (2, 2, 3), range(12))
     found = conv_like_torchs(P_world, weights, P_x, P_y, P_W)
     i, j, k = P_W.index
     rows, stores = (4, 3)[i], weights == "replicated" or k == 0
@@ -60,69 +57,45 @@ def test_set_ups_of_convolutions_keep_weights_where_the_document_says():
     rehearse(RANKS, check_set_ups)
 
 
-SINGLE = """
->>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
->>> P_x = P_x_base.create_cartesian_topology_partition([2, 1, 4])
->>>
->>> in_features = 16
->>> out_features = 12
->>>
->>> x_local_shape = np.array([2, 8, 4])
->>>
->>> layer = {layer}(P_x, in_features, out_features)
->>>
->>> x = zero_volume_tensor()
->>> if P_x.active:
->>>     x = torch.rand(*x_local_shape)
->>>
->>> y = layer(x)
+# Without the prompts that are printed before each line, and names of the numbers of features.
+EXAMPLE = """
+{partitions}
+x_local_shape = np.array({shape})
+
+layer = DistributedLinear{call}
+
+x = zero_volume_tensor()
+if {active}.active:
+    x = torch.rand(*x_local_shape)
+
+y = layer(x)
 """
-P_Y = ">>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])"
-SEPARATE = (
-    SINGLE.replace(
-        "4])\n>>>\n", "4])\n>>>\n>>> P_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])\n>>>\n", 1
-    )
-    .replace("{layer}(P_x, in_features, out_features)", "{call}")
-    .replace("if P_x.active", "if {active}.active")
-)
 GENERAL = """
->>> P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
->>> P_x = P_x_base.create_cartesian_topology_partition([1, 4])
->>>
->>> P_y_base = P_world.create_partition_inclusive(np.arange(4, 7))
->>> P_y = P_y_base.create_cartesian_topology_partition([1, 3])
->>>
->>> P_W_base = P_world.create_partition_inclusive(np.arange(0, 12))
->>> P_W = P_W_base.create_cartesian_topology_partition([3, 4])
->>>
->>> in_features = 16
->>> out_features = 12
->>>
->>> x_local_shape = np.array([1, 4])
->>>
->>> layer = DistributedLinear(P_x, P_y, P_W, in_features, out_features)
->>>
->>> x = zero_volume_tensor()
->>> if P_x.active:
->>>     x = torch.rand(*x_local_shape)
->>>
->>> y = layer(x)
+P_x_base = P_world.create_partition_inclusive(np.arange(0, 4))
+P_x = P_x_base.create_cartesian_topology_partition([1, 4])
+
+P_y_base = P_world.create_partition_inclusive(np.arange(4, 7))
+P_y = P_y_base.create_cartesian_topology_partition([1, 3])
+
+P_W_base = P_world.create_partition_inclusive(np.arange(0, 12))
+P_W = P_W_base.create_cartesian_topology_partition([3, 4])
 """
-EXAMPLES = {"general": GENERAL}
-for _way, _call, _active in (
-    ("AllGather", "(P_y, in_features, out_features, P_x=P_x)", "P_y"),
-    ("ReduceScatter", "(P_x, in_features, out_features, P_y=P_y)", "P_x"),
-):
-    EXAMPLES[f"{_way}, single"] = SINGLE.format(layer=f"DistributedLinear{_way}")
-    EXAMPLES[f"{_way}, separate"] = SEPARATE.format(call=f"DistributedLinear{_way}{_call}", active=_active)
+SINGLE = """
+P_x_base = P_world.create_partition_inclusive(np.arange(0, 8))
+P_x = P_x_base.create_cartesian_topology_partition([2, 1, 4])
+"""
+SEPARATE = f"{SINGLE}\nP_y = P_x_base.create_cartesian_topology_partition([2, 4, 1])\n"
 # The partitions of an example are named the other way round than in their prose: that reading too.
-EXAMPLES["AllGather, separate, as in the prose"] = (
-    EXAMPLES["AllGather, separate"]
-    .replace("[2, 1, 4]", "GRID")
-    .replace("[2, 4, 1]", "[2, 1, 4]")
-    .replace("GRID", "[2, 4, 1]")
-    .replace("np.array([2, 8, 4])", "np.array([2, 2, 16])")
-)
+IN_PROSE = SEPARATE.replace("P_x =", "P_z =").replace("P_y =", "P_x =").replace("P_z =", "P_y =")
+# What makes the partitions, the local shape of the input, the layer, and where the input is.
+EXAMPLES = {
+    "general": (GENERAL, [1, 4], "(P_x, P_y, P_W, 16, 12)", "P_x"),
+    "AllGather, single": (SINGLE, [2, 8, 4], "AllGather(P_x, 16, 12)", "P_x"),
+    "AllGather, separate": (SEPARATE, [2, 8, 4], "AllGather(P_y, 16, 12, P_x=P_x)", "P_y"),
+    "AllGather, as in the prose": (IN_PROSE, [2, 2, 16], "AllGather(P_y, 16, 12, P_x=P_x)", "P_y"),
+    "ReduceScatter, single": (SINGLE, [2, 8, 4], "ReduceScatter(P_x, 16, 12)", "P_x"),
+    "ReduceScatter, separate": (SEPARATE, [2, 8, 4], "ReduceScatter(P_x, 16, 12, P_y=P_y)", "P_x"),
+}
 
 
 def whole(comm, P, local, shape):
@@ -133,11 +106,11 @@ def whole(comm, P, local, shape):
     return tensor
 
 
-def linear_like_torchs(comm, P_world, example):
+def linear_like_torchs(comm, P_world, partitions, shape, call, active):
     names = {**vars(partitioned), "np": np, "torch": torch, "zero_volume_tensor": zero_volume_tensor}
     names["P_world"] = P_world
     torch.manual_seed(7)
-    exec("\n".join(line[4:] for line in example.strip().splitlines()), names)
+    exec(EXAMPLE.format(partitions=partitions, shape=shape, call=call, active=active), names)
     torch.manual_seed(7)
     sequential = nn.Linear(16, 12)
     layer = names["layer"]
@@ -154,7 +127,7 @@ def check_examples(comm):
     P_world = MPIPartition(comm)
     for name, example in EXAMPLES.items():
         try:
-            linear_like_torchs(comm, P_world, example)
+            linear_like_torchs(comm, P_world, *example)
         except BaseException as error:
             error.add_note(name)
             raise

@@ -80,27 +80,6 @@ def test_a_fault_on_one_rank_is_refused_on_all_and_leaves_no_trace(P_world, comm
     agree(layer(x).detach(), before)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("form", FLOATING)
-def test_the_input_gradient_may_be_needed_on_one_rank_alone(P_world, comm, form):
-    twins = Twins(P_world, form)
-    x = twins.draw()
-    for frozen in (False, True):
-        for net in (twins.layer, twins.twin):
-            net.requires_grad_(not frozen)
-        for needing in range(comm.size):
-            local, whole = twins.leaves(x)
-            local.requires_grad_(comm.rank == needing)
-            twins.twin(whole).square().sum().backward()
-            y = twins.layer(local)
-            if y.requires_grad:
-                y.square().sum().backward()
-            if comm.rank == needing:
-                agree(local.grad, twins.into(whole.grad), "input gradient")
-            else:
-                assert local.grad is None
-
-
 @each_form
 def test_short_types_are_as_exact_as_torchs(P_world, form):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

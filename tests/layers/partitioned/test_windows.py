@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from distdl_rma import ShapeError, UnsupportedError, layers, zero_volume_tensor
+from tests.layers.partitioned.every_layer import first
 from tests.layers.partitioned.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -58,17 +59,13 @@ def test_numbers_are_those_of_numpy_too_and_tensors_without_dimensions(P_x):
 
 
 @pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_short_types_are_rounded_once(P_x, kind, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_are_rounded_once(P_x, kind, dtype):
     layer, module = twins(kind, P_x, **POOLS[kind])
     x = torch.randn(2, 3, 11, 7, dtype=torch.float64).to(dtype)
-    local = shard(P_x, x).requires_grad_()
-    y, exact = layer(local), shard(P_x, module(x.double()))
+    y, exact = layer(shard(P_x, x)), shard(P_x, module(x.double()))
     assert y.dtype == dtype
-    torch.testing.assert_close(y, shard(P_x, module(x)), rtol=tolerance, atol=tolerance)
     assert ((y.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs()).all()
-    y.sum().backward()
-    assert local.grad.dtype == dtype
 
 
 def test_a_subclass_has_the_dimensions_of_its_base(P_x):
@@ -81,16 +78,10 @@ def test_a_subclass_has_the_dimensions_of_its_base(P_x):
 
 
 @pytest.mark.parametrize("kind", PADS)
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(torch.float32, torch.bfloat16, torch.float16, torch.complex64),
-        *(torch.int64, torch.uint8, torch.bool, torch.uint16),
-    ],
-)
-def test_padded_elements_of_any_type_keep_their_bits(P_x, kind, dtype):
+@pytest.mark.parametrize("name", ["float", "bfloat16", "half", "cfloat", "long", "uint8", "bool", "uint16"])
+def test_padded_elements_of_any_type_keep_their_bits(P_x, kind, name):
     layer, module = twins(f"{kind}Pad2d", P_x, 3, *PADS[kind])
-    plain = dtype in (torch.bool, torch.uint16)
+    plain, dtype = name in ("bool", "uint16"), getattr(torch, name)
     x = (torch.randn(1, 2, 5, 6) * 4).abs_().to(dtype)
     # Those types torch does not pad in every mode.
     copies = (lambda x: module(x.to(torch.int32)).to(dtype)) if plain else module
@@ -139,7 +130,7 @@ def test_more_than_there_is_cannot_be_cropped_nor_mirrored(P_x, kind):
 
 def test_images_of_one_rank_that_lie_on_each_other_are_summed(P_world):
     P_x = P_world.create_cartesian_topology_partition((1, 1, 1, P_world.size))
-    P_y = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1, 1))
+    P_y = first(P_world, 4)
     # Half of the rows twice: as many elements as there are, all from one rank.
     padding = (0, P_world.size, -1, -1)
     x = torch.randn(3, 4, 4, P_world.size, dtype=torch.float64, requires_grad=True)
@@ -177,7 +168,7 @@ def test_indices_are_those_of_torch_with_ties_nan_and_infinities(P_x, kind):
 
 @pytest.mark.mpi(min_size=2)
 def test_idle_ranks_get_indices_without_elements(P_world):
-    P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
+    P_x = first(P_world, 3)
     layer = layers.DistributedMaxPool1d(P_x, 2, return_indices=True)
     y, index = layer(torch.randn(2, 3, 8) if P_x.active else zero_volume_tensor(2))
     assert y.shape == index.shape == ((2, 3, 4) if P_x.active else (2, 0))
@@ -205,8 +196,11 @@ def test_a_global_average_moves_one_vector_per_rank(P_x, comm):
     assert sum(piece.box.volume for piece in exchange.sends) == (2 * 3 if comm.rank else 0)
 
 
-def test_averages_are_of_floating_point_numbers_and_may_have_no_elements(P_x):
+def test_averages_are_of_floating_point_numbers_and_may_have_no_elements_but_their_inputs_must(P_x):
     x = shard(P_x, torch.ones(2, 3, 11, 7))
     with pytest.raises(UnsupportedError, match=r"the input is torch\.int64; only floating point"):
         layers.DistributedAvgPool2d(P_x, 2)(x.long())
     assert layers.DistributedAdaptiveAvgPool2d(P_x, (None, 0))(x).shape[3] == 0
+    assert len(layers.DistributedAvgPool2d(P_x, 2)(x[:0])) == 0
+    with pytest.raises(ShapeError, match=r"the global input \(2, 3, 11, 0\) has no elements to pool"):
+        layers.DistributedAvgPool2d(P_x, 2)(x[..., :0])

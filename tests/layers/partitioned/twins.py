@@ -11,27 +11,17 @@ from tests.layers.partitioned.sequential import agree
 
 IMAGE = (4, 4, 8, 5)
 MATRIX = (5, 4, 6)
+# In grids: the number of ranks, and two factors of it, the larger one last.
+N, LESS, MORE = "ranks", "less", "more"
+rows, columns, channels, batches = (1, 1, N, 1), (1, 1, 1, N), (1, N, 1, 1), (N, 1, 1, 1)
+features, lines, vectors, pair = (1, 1, N), (1, N, 1), (N, 1, 1), (LESS, 1, MORE)
 
 
-def rows(n):
-    return (1, 1, n, 1)
-
-
-def columns(n):
-    return (1, 1, 1, n)
-
-
-def channels(n):
-    return (1, n, 1, 1)
-
-
-def batches(n):
-    return (n, 1, 1, 1)
-
-
-def halves(n):
-    """Two factors of a number of ranks, the larger one last."""
-    return (2, n // 2) if n % 2 == 0 else (1, n)
+def sized(grid, n):
+    """A grid for so many ranks."""
+    less = 2 if n % 2 == 0 else 1
+    extents = {N: n, LESS: less, MORE: n // less}
+    return tuple(extents.get(each, each) for each in grid)
 
 
 @dataclass(frozen=True)
@@ -59,22 +49,6 @@ def _linear(kind, *grids, named=None, **options):
     return Form(kind, (6, 5), {}, grids, named or {}, options, MATRIX, "Linear", (2,))
 
 
-def _pair(n):
-    return (halves(n)[0], 1, halves(n)[1])
-
-
-def _vectors(n):
-    return (n, 1, 1)
-
-
-def _lines(n):
-    return (1, n, 1)
-
-
-def features(n):
-    return (1, 1, n)
-
-
 FORMS = {
     "conv": _conv(),
     "root": _conv(options={"weights": "root"}),
@@ -82,15 +56,13 @@ FORMS = {
     "columns": _conv(columns, stride=(1, 2), dilation=(2, 1), groups=2),
     "circular": _conv(padding_mode="circular"),
     "in-channels": _conv(channels),
-    "channel": _conv(channels, channels, lambda n: (*halves(n), 1, 1)),
-    "general": _conv(channels, columns, lambda n: (1, *halves(n), 1)),
-    "general root": _conv(channels, columns, lambda n: (1, *halves(n), 1), options={"weights": "root"}),
+    "channel": _conv(channels, channels, (LESS, MORE, 1, 1)),
+    "general": _conv(channels, columns, (1, LESS, MORE, 1)),
+    "general root": _conv(channels, columns, (1, LESS, MORE, 1), options={"weights": "root"}),
     "grouped": _conv(batches, channels, batches, groups=2),
     "named padding": _conv(padding="same", bias=False),
     "transposed": _conv(kind="ConvTranspose2d"),
-    "transposed general": _conv(
-        channels, columns, lambda n: (*halves(n), 1, 1), kind="ConvTranspose2d", stride=2
-    ),
+    "transposed general": _conv(channels, columns, (LESS, MORE, 1, 1), kind="ConvTranspose2d", stride=2),
     "line": Form("Conv1d", (4, 4, 5), {"padding": 2}, (features,), shape=(3, 4, 9)),
     "transposed line": Form(
         "ConvTranspose1d", (4, 6, 3, 2, 1, 1, 2, True, 2), {}, (features,), shape=(2, 4, 5)
@@ -111,9 +83,7 @@ FORMS = {
     "CircularPad2d": Form("CircularPad2d", ((0, 1, 3, 2),)),
     "bilinear": Form("Upsample", (None, 2, "bilinear"), named={"P_y": columns}),
     "bicubic": Form("Upsample", ((11, 9), None, "bicubic"), grids=(columns,)),
-    "trilinear": Form(
-        "Upsample", (None, 1.3, "trilinear"), grids=(lambda n: (1, 1, n, 1, 1),), shape=(2, 2, 5, 4, 3)
-    ),
+    "trilinear": Form("Upsample", (None, 1.3, "trilinear"), grids=((1, 1, N, 1, 1),), shape=(2, 2, 5, 4, 3)),
     "linear samples": Form("Upsample", (11, None, "linear"), grids=(features,), shape=(2, 3, 8)),
     "nearest-exact": Form("Upsample", (None, 1.5, "nearest-exact")),
     "nearest": Form("Upsample", (None, 2, "nearest")),
@@ -127,18 +97,18 @@ FORMS = {
     "layer norm of a number": Form("LayerNorm", (5,), {}, (columns,), fixed=(1, 3)),
     "layer norm of batches": Form("LayerNorm", (IMAGE[1:],), {}, (batches,), fixed=(1, 2, 3)),
     "root mean square": Form("RMSNorm", ((8, 5),), {}, (columns,), fixed=(1, 2, 3)),
-    "linear": _linear("Linear", _pair, features, halves),
-    "linear root": _linear("Linear", features, _pair, lambda n: halves(n)[::-1], weights="root"),
-    "embedding": Form("Embedding", (7, 3), {"padding_idx": 2}, (lambda n: (1, n),), shape=(4, 9), fixed=()),
+    "linear": _linear("Linear", pair, features, (LESS, MORE)),
+    "linear root": _linear("Linear", features, pair, (MORE, LESS), weights="root"),
+    "embedding": Form("Embedding", (7, 3), {"padding_idx": 2}, ((1, N),), shape=(4, 9), fixed=()),
     "embedding root": Form(
-        "Embedding", (7, 3), {}, (lambda n: (n, 1),), options={"weights": "root"}, shape=(4, 9), fixed=()
+        "Embedding", (7, 3), {}, ((N, 1),), options={"weights": "root"}, shape=(4, 9), fixed=()
     ),
 }
 for _way, _named in (("AllGather", "P_x"), ("ReduceScatter", "P_y")):
     _kind = f"Linear{_way}"
-    FORMS[_kind] = _linear(_kind, _pair)
-    FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, _lines, named={_named: features})
-    FORMS[f"{_kind} root"] = _linear(_kind, _vectors, weights="root")
+    FORMS[_kind] = _linear(_kind, pair)
+    FORMS[f"{_kind}, cut otherwise"] = _linear(_kind, lines, named={_named: features})
+    FORMS[f"{_kind} root"] = _linear(_kind, vectors, weights="root")
 FORMS |= {
     f"{key}, replicated": Form(
         form.kind, form.arguments, form.given, (channels,), {}, {"placement": "replicated"}
@@ -162,7 +132,7 @@ class Twins:
         def grid(of):
             """The partition that was given, or one of this shape for so many ranks."""
             partition = isinstance(of, Partition)
-            return of if partition else some.create_cartesian_topology_partition(of(some.size))
+            return of if partition else some.create_cartesian_topology_partition(sized(of, some.size))
 
         self.form, self.dtype = form, dtype
         given = form.given | ({"dtype": dtype} if kept else {})

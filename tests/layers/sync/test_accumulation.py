@@ -7,43 +7,33 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync, Machine, ProtocolError
-from tests.layers.partitioned.sequential import shard
-from tests.layers.sync.training import close_to, inputs, make, network, target
+from tests.layers.sync.training import alone, close_to, make
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("way", ["accumulate", "no_sync", "no_sync twice, cleared to zero"])
 def test_accumulated_gradients_are_the_sequential_sum(P_world, comm, way):
-    P_x, model, sync, criterion = make(P_world, comm)
-    sequential = network(nn.Conv2d, nn.InstanceNorm2d)
-
-    def backward(x):
-        criterion(model(shard(P_x, x)), shard(P_x, target())).backward()
-
-    first, second, third, fourth = inputs()
+    model, sync, loss_of = make(P_world, comm)
+    sequential, loss_alone = alone()
     if way == "no_sync twice, cleared to zero":
-        backward(fourth)
+        loss_of(3).backward()
         model.zero_grad(set_to_none=False)
-    if way == "accumulate":
-        backward(first)
-        backward(second)
-    else:
-        with sync.no_sync():
-            backward(first)
-            backward(second)
-    backward(third)
-    for x in (first, second, third):
-        nn.MSELoss()(sequential(x), target()).backward()
+    with nullcontext() if way == "accumulate" else sync.no_sync():
+        loss_of(0).backward()
+        loss_of(1).backward()
+    loss_of(2).backward()
+    for at in range(3):
+        loss_alone(at).backward()
     close_to((p.grad for p in model.parameters()), (p.grad for p in sequential.parameters()))
     sync.close()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_no_sync_on_top_of_a_synchronised_gradient_is_refused(P_world, comm):
-    P_x, model, sync, criterion = make(P_world, comm)
-    criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
-    loss = criterion(model(shard(P_x, inputs()[0])), shard(P_x, target()))
+    model, sync, loss_of = make(P_world, comm)
+    loss_of().backward()
+    loss = loss_of()
     with pytest.raises(ProtocolError, match=r"call optimizer.zero_grad\(\) first"), sync.no_sync():
         loss.backward()
     model.zero_grad()
@@ -90,9 +80,9 @@ def test_gradients_that_are_there_already_are_not_summed_again(P_world, comm, wa
 
 @pytest.mark.mpi(min_size=2)
 def test_closing_with_unsummed_gradients_is_refused(P_world, comm):
-    P_x, model, sync, criterion = make(P_world, comm)
+    model, sync, loss_of = make(P_world, comm)
     with sync.no_sync():
-        criterion(model(shard(P_x, inputs()[0])), shard(P_x, target())).backward()
+        loss_of().backward()
     with pytest.raises(ProtocolError, match=r"gradients from no_sync\(\), which the next"):
         sync.close()
     model.zero_grad()

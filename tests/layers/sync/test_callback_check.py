@@ -11,15 +11,13 @@ from distdl_rma import ConfigurationError
 from distdl_rma.layers.sync.callback_check import problems, statement
 from distdl_rma.layers.sync.gradient_groups import GradientGroup, ParameterEntry
 
-HEAD = {
-    "name": "head",
-    "ranks": None,
-    "placed": False,
-    "sharing": None,
-    "complaint": "",
-    "new": True,
-    "parameters": {"head.weight": [[4, 3], "float32", True]},
-}
+
+def weight(*shape, learns=True):
+    return {"parameters": {"head.weight": [[*shape], "float32", learns]}}
+
+
+HEAD = {"name": "head", "ranks": None, "placed": False, "sharing": None, "complaint": "", "new": True}
+HEAD |= weight(4, 3)
 BOTH = {"head.weight": [[4], "float32", True], "tail.weight": [[4], "float32", True]}
 
 
@@ -52,39 +50,37 @@ def test_what_fits_together_is_no_problem(changes):
     assert first(statements(*changes)) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (({"ranks": [0]}, {}), r"gave \[0, 1\] on rank 1 but \[0\] on rank 0"),
-        (({"ranks": [1, 0]}, {}), r"gave \[1, 0\] on rank 0 but \[0, 1\] on rank 1"),
-        (({}, None), r"'head' \(head.weight\): .* over ranks \[0, 1\], but rank 1 does not hold it"),
-        (({"ranks": []}, {"ranks": []}), r"no callback covers it, but ranks \[0, 1\] hold it"),
-        (({}, {"complaint": "on rank 1, it raised"}), r"'head': on rank 1, it raised"),
-        (
-            ({}, {"parameters": {"head.weight": [[3, 4], "float32", True]}}),
-            r"is \(4, 3\) float32 on rank 0 but \(3, 4\) float32 on rank 1",
-        ),
-        (
-            ({"sharing": [[0, 7], [0, 1]]}, {}),
-            r"'head': get_ranks_synch_norm\(\) gave \[0, 7\] on rank 0, but .* say the same are \[0\]: ranks",
-        ),
-        (
-            ({"sharing": [[0], [0, 1]]}, {}),
-            r"rank 1 shares .* \[0, 1\], as its user does not say otherwise, but .* say the same are \[1\]",
-        ),
-        # What learns on one rank only, or is registered anew on some of its ranks.
-        (
-            ({}, {"parameters": {"head.weight": [[4, 3], "float32", False]}}),
-            r"is \(4, 3\) float32 on rank 0 but \(4, 3\) float32, frozen on rank 1$",
-        ),
-        (({}, {"new": False}), r"on rank 0 but \(4, 3\) float32, registered earlier on rank 1$"),
-        # The order of what travels together.
-        (
-            ({"parameters": BOTH}, {"parameters": dict(reversed(BOTH.items()))}),
-            "^'head.weight' on rank 0 comes where 'tail.weight' does on rank 1",
-        ),
-    ],
-)
+# What is said of a contradiction, and the changes of the ranks that make it.
+CONTRADICTIONS = {
+    r"gave \[0, 1\] on rank 1 but \[0\] on rank 0": ({"ranks": [0]}, {}),
+    r"gave \[1, 0\] on rank 0 but \[0, 1\] on rank 1": ({"ranks": [1, 0]}, {}),
+    r"'head' \(head.weight\): .* over ranks \[0, 1\], but rank 1 does not hold it": ({}, None),
+    r"no callback covers it, but ranks \[0, 1\] hold it": ({"ranks": []}, {"ranks": []}),
+    r"'head': on rank 1, it raised": ({}, {"complaint": "on rank 1, it raised"}),
+    r"is \(4, 3\) float32 on rank 0 but \(3, 4\) float32 on rank 1": ({}, weight(3, 4)),
+    r"'head': get_ranks_synch_norm\(\) gave \[0, 7\] on rank 0, but .* say the same are \[0\]: ranks": (
+        {"sharing": [[0, 7], [0, 1]]},
+        {},
+    ),
+    r"rank 1 shares .* \[0, 1\], as its user does not say otherwise, but .* say the same are \[1\]": (
+        {"sharing": [[0], [0, 1]]},
+        {},
+    ),
+    # What learns on one rank only, or is registered anew on some of its ranks.
+    r"\(4, 3\) float32 on rank 0 but \(4, 3\) float32, frozen on rank 1$": (
+        {},
+        weight(4, 3, learns=False),
+    ),
+    r"on rank 0 but \(4, 3\) float32, registered earlier on rank 1$": ({}, {"new": False}),
+    # The order of what travels together.
+    "^'head.weight' on rank 0 comes where 'tail.weight' does on rank 1": (
+        {"parameters": BOTH},
+        {"parameters": dict(reversed(BOTH.items()))},
+    ),
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), CONTRADICTIONS.items())
 def test_what_does_not_fit_is_named_with_both_sides(changes, message):
     assert re.search(message, first(statements(*changes)))
 
@@ -116,22 +112,19 @@ def test_a_statement_has_what_the_ranks_compare():
     assert stated == HEAD | {"ranks": (1,), "sharing": [(1,), []]}
 
 
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        (
-            {"ranks": (0, 7)},
-            r"gave \[0, 7\] on rank 0, the copies are on \[0, 1\]: each rank once, the caller",
-        ),
-        ({"ranks": (1,)}, r"gave \[1\] on rank 0, the copies are on \[0, 1\]: .* the caller among them"),
-        ({"ranks": (0, 0)}, r"gave \[0, 0\] on rank 0, the copies are on \[0, 1\]: each rank once"),
-        ({"get_sizeof_gradients": lambda: 40}, r"gave 40 on rank 0, it is 64 bytes"),
-        ({"get_sizeof_gradients": lambda: 1 / 0}, "raised, or returned neither a number nor ranks: Zero"),
-        ({"get_sizeof_norm": lambda: 2}, r"get_sizeof_norm\(\) gave 2 on rank 0, it is 0 bytes"),
-        ({"get_sizeof_norm": lambda: 1 / 0}, "raised, or returned neither a number nor ranks: Zero"),
-        ({"get_ranks_synch_norm": lambda: [1]}, r"gave \[1\] on rank 0: a list of different ranks"),
-    ],
-)
+COMPLAINTS = {
+    r"gave \[0, 7\] on rank 0, the copies are on \[0, 1\]: each rank once, the caller": {"ranks": (0, 7)},
+    r"gave \[1\] on rank 0, the copies are on \[0, 1\]: .* the caller among them": {"ranks": (1,)},
+    r"gave \[0, 0\] on rank 0, the copies are on \[0, 1\]: each rank once": {"ranks": (0, 0)},
+    "gave 40 on rank 0, it is 64 bytes": {"get_sizeof_gradients": lambda: 40},
+    "get_sizeof_gradients.* neither a number nor ranks: Zero": {"get_sizeof_gradients": lambda: 1 / 0},
+    r"get_sizeof_norm\(\) gave 2 on rank 0, it is 0 bytes": {"get_sizeof_norm": lambda: 2},
+    "get_sizeof_norm.* neither a number nor ranks: Zero": {"get_sizeof_norm": lambda: 1 / 0},
+    r"gave \[1\] on rank 0: a list of different ranks": {"get_ranks_synch_norm": lambda: [1]},
+}
+
+
+@pytest.mark.parametrize(("complaint", "given"), COMPLAINTS.items())
 def test_what_is_wrong_on_a_rank_is_its_complaint(given, complaint):
     assert re.search(complaint, statement(group_of(nn.Linear(3, 4), **given), 0)["complaint"])
 

@@ -7,31 +7,28 @@ import torch
 from torch import nn
 
 from distdl_rma import UnsupportedError, distribute
-from tests.layers.model.training import both, inputs, loop, loss_of, made
+from tests.layers.model.training import ROWS, beside_alone, inputs, loop, loss_of, made, sgd
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
-ROWS = [{"H": -1}]
 
 
 def clamped(gradient):
     return gradient.clamp(-1e-2, 1e-2)
 
 
-def test_hooks_that_are_not_linear(comm):
-    def act(model):
-        seen = []
-        for p in model.parameters():
-            if p.requires_grad:
-                p.register_hook(lambda gradient: seen.append(gradient.abs().sum()))
-                p.register_hook(clamped)
-        loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        # Of a term in which nothing is cut, and of one more backward.
-        model.zero_grad()
-        model.scale.square().sum().backward()
-        loss_of(model(inputs())).backward()
-        return torch.stack(seen).sum()
-
-    both(act, grids=ROWS)
+@beside_alone(**ROWS)
+def test_hooks_that_are_not_linear(model):
+    seen = []
+    for p in model.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: seen.append(gradient.abs().sum()))
+            p.register_hook(clamped)
+    loop(model, sgd(model))
+    # Of a term in which nothing is cut, and of one more backward.
+    model.zero_grad()
+    model.scale.square().sum().backward()
+    loss_of(model(inputs())).backward()
+    return torch.stack(seen).sum()
 
 
 def test_hooks_from_before_the_model_was_distributed(comm):
@@ -45,27 +42,16 @@ def test_hooks_from_before_the_model_was_distributed(comm):
     split.distributed.close()
 
 
-def test_hooks_under_no_sync_and_after_they_are_removed(comm):
-    def act(model):
-        handle, split = model.stem.weight.register_hook(clamped), getattr(model, "distributed", None)
-        for step in range(4):
-            quiet = split is not None and step in (0, 1)
-            with split.no_sync() if quiet else contextlib.nullcontext():
-                loss_of(model(inputs(step))).backward()
-            if step == 2:
-                handle.remove()
-        return model.stem.weight.grad
-
-    both(act, grids=ROWS)
-
-
-def test_hooks_of_complex_parameters(comm):
-    def act(model):
-        model.weight.register_hook(lambda gradient: gradient / gradient.abs())
-        model(inputs()).square().mean().backward()
-        return model.weight.grad.abs()
-
-    both(act, lambda: Spectral().double(), grids=["1x" + str(comm.size)])
+@beside_alone(**ROWS)
+def test_hooks_under_no_sync_and_after_they_are_removed(model):
+    handle, split = model.stem.weight.register_hook(clamped), getattr(model, "distributed", None)
+    for step in range(4):
+        quiet = split is not None and step in (0, 1)
+        with split.no_sync() if quiet else contextlib.nullcontext():
+            loss_of(model(inputs(step))).backward()
+        if step == 2:
+            handle.remove()
+    return model.stem.weight.grad
 
 
 class Spectral(nn.Module):
@@ -80,36 +66,41 @@ class Spectral(nn.Module):
         return torch.fft.irfft2(torch.fft.rfft2(x) * self.weight, s=x.shape[-2:])
 
 
-def test_hooks_behind_accumulation_see_what_is_summed_and_accumulated(comm):
-    def act(model):
-        norms, optimizers = [], {}
-        for p in [p for p in model.parameters() if p.requires_grad]:
-            optimizers[p] = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+@beside_alone(lambda: Spectral().double(), grids=[{"W": -1}])
+def test_hooks_of_complex_parameters(model):
+    model.weight.register_hook(lambda gradient: gradient / gradient.abs())
+    model(inputs()).square().mean().backward()
+    return model.weight.grad.abs()
 
-            def noted(p):
-                assert not torch.is_grad_enabled()
-                norms.append(p.grad.norm())
 
-            def step(p):
-                # Of two backwards together.
-                if len(norms) % (2 * len(optimizers)) > len(optimizers):
-                    optimizers[p].step()
-                    optimizers[p].zero_grad()
+@beside_alone()
+def test_hooks_behind_accumulation_see_what_is_summed_and_accumulated(model):
+    norms, optimizers = [], {}
+    for p in [p for p in model.parameters() if p.requires_grad]:
+        optimizers[p] = torch.optim.SGD([p], lr=0.1, momentum=0.9)
 
-            p.register_post_accumulate_grad_hook(noted)
-            p.register_post_accumulate_grad_hook(step)
-        model.stem.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        def noted(p):
+            assert not torch.is_grad_enabled()
+            norms.append(p.grad.norm())
 
-        def twice(p):
-            p.grad.mul_(2)
-            once.remove()
+        def step(p):
+            # Of two backwards together.
+            if len(norms) % (2 * len(optimizers)) > len(optimizers):
+                optimizers[p].step()
+                optimizers[p].zero_grad()
 
-        once = model.head.weight.register_post_accumulate_grad_hook(twice)
-        for at in range(6):
-            loss_of(model(inputs(at))).backward()
-        return torch.stack(sorted(norms) + [p.norm() for p in model.parameters()]).detach()
+        p.register_post_accumulate_grad_hook(noted)
+        p.register_post_accumulate_grad_hook(step)
+    model.stem.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
 
-    both(act)
+    def twice(p):
+        p.grad.mul_(2)
+        once.remove()
+
+    once = model.head.weight.register_post_accumulate_grad_hook(twice)
+    for at in range(6):
+        loss_of(model(inputs(at))).backward()
+    return torch.stack(sorted(norms) + [p.norm() for p in model.parameters()]).detach()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -9,7 +9,7 @@ from torch import nn
 from distdl_rma import DistributedGradScaler, GradientSync, MismatchError
 from distdl_rma.layers import DistributedLinear
 from tests.layers.partitioned.sequential import agree, shard
-from tests.layers.sync.training import Spectral, inputs, make, network, target
+from tests.layers.sync.training import Spectral, alone, make
 
 pytestmark = pytest.mark.mpi
 
@@ -65,22 +65,18 @@ def test_a_scaler_under_another_default_type(P_world):
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_torchs_scaler_works_on_copies(P_world, comm, overflow):
-    P_x, ours, sync, criterion = make(P_world, comm)
-    twin, scales = network(nn.Conv2d, nn.InstanceNorm2d), []
-    losses = (
-        lambda: criterion(ours(shard(P_x, inputs()[0])), shard(P_x, target())),
-        lambda: nn.MSELoss()(twin(inputs()[0]), target()),
-    )
-    for net in (ours, twin):
+    ours, sync, loss_of = make(P_world, comm)
+    twin, loss_alone = alone()
+    scales = []
+    for net, loss_of_net in ((ours, loss_of), (twin, loss_alone)):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):
             optimizer.zero_grad()
-            loss = losses[net is twin]()
             # An overflow on one rank alone.
             spoilt = overflow and step == 1
             here = spoilt and (net is twin or comm.rank == comm.size - 1)
-            (scaler.scale(loss) * (math.inf if here else 1.0)).backward()
+            (scaler.scale(loss_of_net()) * (math.inf if here else 1.0)).backward()
             scaler.unscale_(optimizer)
             if not spoilt and net is ours:
                 sync.clip_grad_norm_(0.5)

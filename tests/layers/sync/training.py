@@ -55,19 +55,6 @@ def distributed(P_x):
     return network(partial(DistributedConv2d, P_x), partial(DistributedInstanceNorm2d, P_x))
 
 
-def sequential_losses_and_weights(steps=4):
-    model = network(nn.Conv2d, nn.InstanceNorm2d)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x in inputs()[:steps]:
-        optimizer.zero_grad()
-        loss = nn.MSELoss()(model(x), target())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach().clone() for p in model.parameters()]
-
-
 def inputs():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 3, 17, 13, dtype=torch.float64, generator=generator) for _ in range(4)]
@@ -78,9 +65,17 @@ def target():
 
 
 def make(P_world, comm, grid=None, **options):
+    """The distributed network, its sync, and a function that gives the loss of an input."""
     P_x = P_world.create_cartesian_topology_partition(grid or (1, 1, comm.size, 1))
-    model = distributed(P_x)
-    return P_x, model, GradientSync(model, P_world, **options), DistributedMSELoss(P_x)
+    model, criterion = distributed(P_x), DistributedMSELoss(P_x)
+    sync = GradientSync(model, P_world, **options)
+    return model, sync, lambda at=0: criterion(model(shard(P_x, inputs()[at])), shard(P_x, target()))
+
+
+def alone():
+    """The sequential network, and such a function."""
+    model = network(nn.Conv2d, nn.InstanceNorm2d)
+    return model, lambda at=0: nn.functional.mse_loss(model(inputs()[at]), target())
 
 
 def close_to(actual, expected):
@@ -88,18 +83,25 @@ def close_to(actual, expected):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
 
 
+def train(model, loss_of, set_to_none=True):
+    """Losses of some steps; optimizers read gradients one by one, or all at once."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=set_to_none)
+    losses = []
+    for at in range(len(inputs())):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = loss_of(at)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
 def train_on_every_grid(P_world, comm, set_to_none=True, **options):
     """Losses and weights of a training are those of the sequential one, however the ranks cut images."""
-    losses, weights = sequential_losses_and_weights()
+    twin, loss_alone = alone()
+    losses = train(twin, loss_alone)
     for grid in grids(comm.size, 2):
-        P_x, model, sync, criterion = make(P_world, comm, grid, **options)
-        # Optimizers read gradients one by one, or all at once.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=set_to_none)
-        for x, expected in zip(inputs(), losses, strict=True):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss = criterion(model(shard(P_x, x)), shard(P_x, target()))
-            loss.backward()
-            optimizer.step()
-            assert abs(loss.item() - expected) <= 1e-12 * expected
-        close_to(model.parameters(), weights)
+        model, sync, loss_of = make(P_world, comm, grid, **options)
+        torch.testing.assert_close(train(model, loss_of, set_to_none), losses, rtol=1e-12, atol=0)
+        close_to(model.parameters(), twin.parameters())
         sync.close()

@@ -13,7 +13,7 @@ from distdl_rma.layers.ops.conv.kernels import (
     convolution,
     convolution_adjoint,
 )
-from tests.layers.partitioned.twins import Form, Twins
+from tests.layers.partitioned.twins import Form, N, Twins
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -55,6 +55,33 @@ def random_narrow(rng):
     )
 
 
+def compare(x, weight, bias, steps, what):
+    """Output, and gradients of what is needed, are those in float64. Returns the extents of the output."""
+    tensors = [each.detach().double() for each in (x, weight, bias)]
+    exact = torch.convolution(*tensors, *steps)
+    gradient = torch.randn(exact.shape).to(x.dtype)
+    wanted = torch.ops.aten.convolution_backward(
+        gradient.double(), *tensors[:2], bias.shape, *steps, (True, True, True)
+    )
+    near(convolution(x, weight, bias, steps), exact, x.dtype, f"{what}: without gradients")
+    for needs in itertools.product((False, True), repeat=3):
+        found = convolution_adjoint(gradient, x, weight, steps, needs)
+        for mine, right, needed in zip(found, wanted, needs, strict=True):
+            assert mine is not None or not needed
+            if needed:
+                assert mine.layout == torch.strided
+                near(mine, right, x.dtype, f"{what}: of {needs}")
+    operands = [each.detach().requires_grad_() for each in (x, weight, bias)]
+    y = convolution(*operands, steps)
+    near(y.detach(), exact, x.dtype, what)
+    for create_graph in (False, True):
+        found = torch.autograd.grad(y, operands, gradient, retain_graph=True, create_graph=create_graph)
+        assert all(mine.requires_grad == create_graph for mine in found[:2])
+        for mine, right in zip(found, wanted, strict=True):
+            near(mine.detach(), right, x.dtype, f"{what}: {create_graph}")
+    return exact.shape[2:]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
@@ -70,29 +97,13 @@ def test_narrow_blocks_are_convolved_as_in_float64(dtype, transposed):
         if transposed and min(steps.outputs(extents, kernel)) < 1:
             continue
         plain += KernelChoice.of(steps, x.shape, weight.shape, dtype).plain is not None
-        exact = torch.convolution(x.double(), weight.double(), None, *steps)
-        gradient = torch.randn(exact.shape).to(dtype)
-        block = exact.shape[2:] if transposed else extents
+        what = f"{seed}: {steps}, kernel {kernel}, input {tuple(x.shape)}"
+        shape = compare(x, weight, torch.zeros(outer, dtype=dtype), steps, what)
         if transposed:
             bare = steps._replace(output_padding=(0,) * len(kernel))
-            assert steps.outputs(extents, kernel) == block
+            assert steps.outputs(extents, kernel) == shape
             assert bare.windows(bare.outputs(extents, kernel), kernel) == (*extents,)
-        narrow += not steps.fills(block, kernel, dtype != torch.float32)
-        expected = torch.ops.aten.convolution_backward(
-            gradient.double(), x.double(), weight.double(), (outer,), *steps, (True, True, True)
-        )
-        what = f"{seed}: {steps}, kernel {kernel}, input {tuple(x.shape)}"
-        near(convolution(x, weight, None, steps), exact, dtype, what)
-        for found, wanted in zip(
-            convolution_adjoint(gradient, x, weight, steps, (True, True, True)), expected, strict=True
-        ):
-            near(found, wanted, dtype, what)
-        x.requires_grad_()
-        weight.requires_grad_()
-        bias = torch.zeros(outer, dtype=dtype, requires_grad=True)
-        convolution(x, weight, bias, steps).backward(gradient)
-        for found, wanted in zip((x.grad, weight.grad, bias.grad), expected, strict=True):
-            near(found, wanted, dtype, what)
+        narrow += not steps.fills(shape if transposed else extents, kernel, dtype != torch.float32)
     assert narrow > 10
     assert (plain > 0) == (transposed and dtype == torch.float32)
 
@@ -144,50 +155,23 @@ CHOSEN = [
 def test_what_torch_leaves_to_slow_kernels_is_convolved_as_in_float64(
     kernel, stride, padding, dilation, channels, extents
 ):
-    steps, dims = ConvolutionArguments(stride, padding, dilation), len(kernel)
+    steps = ConvolutionArguments(stride, padding, dilation)
     inner, outer = channels
     torch.manual_seed(1)
     # No block of its own in memory, as parts of shards have none.
-    x = torch.randn(1, inner + 1, *extents)[:, 1:].requires_grad_()
-    weight, bias = torch.randn(outer, inner, *kernel).requires_grad_(), torch.randn(outer).requires_grad_()
+    x = torch.randn(1, inner + 1, *extents)[:, 1:]
+    weight, bias = torch.randn(outer, inner, *kernel), torch.randn(outer)
     choice = KernelChoice.of(steps, x.shape, weight.shape, x.dtype)
     assert choice.safe and choice.chosen
     # Windows that begin far ahead of the volume are no convolution backwards.
     turns = max(stride) == 1 and all(p < k for p, k in zip(padding, kernel, strict=True))
     assert (choice.mirrored is not None) == turns
-    behind = stride, padding, dilation, False, (0,) * dims, 1
-    exact = torch.convolution(x.double(), weight.double(), bias.double(), *behind).detach()
-    gradient = torch.randn(exact.shape)
-    with torch.no_grad():
-        wanted = torch.ops.aten.convolution_backward(
-            gradient.double(), x.double(), weight.double(), (outer,), *behind, (True, True, True)
-        )
-    with torch.no_grad():
-        near(convolution(x, weight, bias, steps), exact, torch.float32, "output")
-        for needs in itertools.product((False, True), repeat=3):
-            found = convolution_adjoint(gradient, x, weight, steps, needs)
-            for mine, right, needed in zip(found, wanted, needs, strict=True):
-                assert mine is not None or not needed
-                if needed:
-                    assert mine.layout == torch.strided
-                    near(mine, right, torch.float32, f"of {needs}")
-    y = convolution(x, weight, bias, steps)
-    near(y.detach(), exact, torch.float32, "output")
-    for create_graph in (False, True):
-        found = torch.autograd.grad(
-            y, (x, weight, bias), gradient, retain_graph=True, create_graph=create_graph
-        )
-        assert all(mine.requires_grad == create_graph for mine in found[:2])
-        for mine, right in zip(found, wanted, strict=True):
-            near(mine.detach(), right, torch.float32, f"gradient, {create_graph}")
+    compare(x, weight, bias, steps, "chosen")
 
 
 def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
-    steps, shape, weight = (
-        ConvolutionArguments((1,) * 3, (1,) * 3, (1,) * 3),
-        (1, 8, 8, 9, 9),
-        (8, 8, 3, 3, 3),
-    )
+    steps = ConvolutionArguments((1,) * 3, (1,) * 3, (1,) * 3)
+    shape, weight = (1, 8, 8, 9, 9), (8, 8, 3, 3, 3)
     assert KernelChoice.of(steps, shape, weight, torch.float32).chosen
     # Torch does so itself with these.
     assert not KernelChoice.of(steps, (2, *shape[1:]), weight, torch.float32).chosen
@@ -196,10 +180,8 @@ def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
     as_torch = KernelChoice(safe=True)
     assert KernelChoice.of(steps, (1, 8, 4, 4, 4), weight, torch.float32) == as_torch
     assert KernelChoice.of(steps, shape, weight, torch.float64) == as_torch
-    assert (
-        KernelChoice.of(steps._replace(padding=(0,) * 3), (1, 64, 20, 9, 9), (64, 64, 1, 1, 1), torch.float32)
-        == as_torch
-    )
+    bare = steps._replace(padding=(0,) * 3)
+    assert KernelChoice.of(bare, (1, 64, 20, 9, 9), (64, 64, 1, 1, 1), torch.float32) == as_torch
     assert KernelChoice.of(steps._replace(groups=2), shape, (8, 4, 3, 3, 3), torch.float32) == as_torch
     x, kernel = torch.randn(shape), torch.randn(weight)
     found = convolution(x, kernel, None, steps)
@@ -219,8 +201,8 @@ def test_oneDNN_is_chosen_only_where_it_is_allowed_and_worth_it():  # noqa: N802
 def test_blocks_of_one_output_are_convolved_as_the_whole(P_world, comm, dtype, dims, padding):
     # One column of outputs per rank, from two or three columns of inputs; with padding of a single row.
     extents = (*(1 if padding else 4,) * (dims - 1), 2 * comm.size + 1 - 2 * padding)
-    grid = (lambda n: (*(1,) * (dims + 1), n),)
-    form = Form(f"Conv{dims}d", (6, 17, 3, 2, padding), {}, grid, shape=(2, 6, *extents))
+    grid = (*(1,) * (dims + 1), N)
+    form = Form(f"Conv{dims}d", (6, 17, 3, 2, padding), {}, (grid,), shape=(2, 6, *extents))
     twins = Twins(P_world, form, dtype)
     twins.twin.double()
     x = twins.draw()

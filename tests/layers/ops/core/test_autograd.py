@@ -10,7 +10,6 @@ from distdl_rma.layers.ops.core.autograd import (
     OperatorFunction,
     anchor,
     anchored,
-    deliver,
     first_derivative,
     idle,
     reports_failures,
@@ -139,12 +138,3 @@ def test_tied_values_do_not_change():
     y, other = torch.arange(3.0), torch.full((2,), float("nan"), requires_grad=True)
     together = tied(y, (other,))
     assert torch.equal(together, y) and together.requires_grad
-
-
-def test_what_is_delivered_outside_keeps_the_batch():
-    y = torch.ones(3, 4, requires_grad=True)
-    assert deliver(y, True, 3) is y
-    assert deliver(y, False, 3).shape == (3, 0)
-    assert deliver(y, False, None).shape == (0,)
-    deliver(y, False, 3).sum().backward()
-    assert not y.grad.any()

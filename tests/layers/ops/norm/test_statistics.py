@@ -23,6 +23,15 @@ def sums_of(x, dims):
     return x.sum(dims, keepdim=True) if dims else x
 
 
+def made(P_world, axes, shape, centred=True):
+    """Who has which part of a tensor that is cut in its last dimension, and its statistics."""
+    machine = Machine.of(P_world)
+    P_x = P_world.create_cartesian_topology_partition((1, 1, P_world.size))
+    source = Decomposition.balanced(P_x, shape)
+    groups = StatisticGroups(axes, source, machine.rank)
+    return source, Statistics(CallSite(machine, "test"), groups, centred)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_sums_are_those_of_torch_in_double_precision(shape, dtype):
@@ -61,11 +70,7 @@ def test_moments_are_those_of_the_whole_tensor_and_bitwise_alike(
 ):
     monkeypatch.setattr(statistics, "_ROUND_NBYTES", nbytes)
     monkeypatch.setattr(statistics, "_FEW_RANKS", few)
-    machine, axes = Machine.of(P_world), NormAxes((0, 2), (1,))
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    source = Decomposition.balanced(P_x, (2, 3, 11))
-    groups = StatisticGroups(axes, source, machine.rank)
-    found = Statistics(CallSite(machine, "test"), groups, centred)
+    source, found = made(P_world, NormAxes((0, 2), (1,)), (2, 3, 11), centred)
     found.connect()
     for _ in range(3):
         x = torch.randn(2, 3, 11, dtype=torch.float64) + offset
@@ -88,10 +93,7 @@ def test_moments_are_those_of_the_whole_tensor_and_bitwise_alike(
 @pytest.mark.mpi
 @pytest.mark.parametrize("mean", [0, 1, 1.9, 2.1, 40, 1000])
 def test_a_variance_is_exact_in_single_precision_whatever_the_mean(P_world, comm, mean):
-    machine, axes = Machine.of(P_world), NormAxes((1, 2), (1,), 2)
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    source = Decomposition.balanced(P_x, (2, 6, 9001))
-    found = Statistics(CallSite(machine, "test"), StatisticGroups(axes, source, machine.rank), centred=True)
+    source, found = made(P_world, NormAxes((1, 2), (1,), 2), (2, 6, 9001))
     x = torch.randn(2, 6, 9001) + mean
     mean, variance, _ = found.of(x[source.slices()].contiguous(), lambda kind: None)
     of_groups = x.double().view(2, 2, -1)
@@ -102,12 +104,10 @@ def test_a_variance_is_exact_in_single_precision_whatever_the_mean(P_world, comm
 
 @pytest.mark.mpi
 def test_a_direction_has_memory_from_its_first_use(P_world, comm):
-    machine, axes = Machine.of(P_world), NormAxes((2,), (1,))
-    P_x = P_world.create_cartesian_topology_partition((1, 1, comm.size))
-    source = Decomposition.balanced(P_x, (2, 3, 11))
+    machine = Machine.of(P_world)
     comm.Barrier()
     before = machine.segments.stats().used
-    found = Statistics(CallSite(machine, "test"), StatisticGroups(axes, source, machine.rank), centred=True)
+    source, found = made(P_world, NormAxes((2,), (1,)), (2, 3, 11))
     assert machine.segments.stats().used == before
     found.of(torch.randn(2, 3, 11)[source.slices()], lambda kind: None)
     forward = machine.segments.stats().used

@@ -16,6 +16,7 @@ from distdl_rma import (
     zero_volume_tensor,
 )
 from distdl_rma.layers import Concat, Conv, DistributedConv1d, InstanceNorm
+from tests.layers.partitioned.same_error import same_error
 from tests.layers.partitioned.sequential import agree
 
 pytestmark = pytest.mark.mpi
@@ -74,9 +75,8 @@ def test_ranks_that_cannot_share_statistics_are_refused_on_all_ranks(permuted, c
             "connect": layer.connect,
             "sync": partial(GradientSync, layer, permuted),
         }
-        with torch.no_grad(), pytest.raises(ConfigurationError, match=message) as refusal:
-            acts[way]()
-        assert len(set(comm.allgather(str(refusal.value)))) == 1
+        with torch.no_grad():
+            same_error(comm, acts[way], ConfigurationError, message)
         if comm.rank in sayers:
             del layer.get_ranks_synch_norm
         # The machine goes on.
@@ -99,13 +99,10 @@ def test_the_size_of_statistics_is_that_of_a_message_or_refused_on_all_ranks(per
     for wrong in (-5, 7, nbytes + 8, "a", None):
         layer = norm_of_rows(permuted, comm.size)
         if comm.rank == comm.size - 1:
-            layer.get_sizeof_norm = partial(lambda wrong: wrong, wrong)
-        with (
-            torch.inference_mode(),
-            pytest.raises(ConfigurationError, match=rf"has {nbytes} bytes|on rank \d raised, or") as refusal,
-        ):
-            layer(x)
-        assert len(set(comm.allgather(str(refusal.value)))) == 1
+            layer.get_sizeof_norm = lambda wrong=wrong: wrong
+        with torch.inference_mode():
+            match = rf"has {nbytes} bytes|on rank \d raised, or"
+            same_error(comm, lambda layer=layer: layer(x), ConfigurationError, match)
     sizes = [nbytes, nbytes // 2]
     layer = norm_of_rows(permuted, comm.size, get_sizeof_norm=lambda: sizes[0])
     layer(x)

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from distdl_rma import GradientSync, Machine, UnsupportedError, gather_state_dict
 from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv1d, DistributedConv2d, DistributedMSELoss
-from tests.layers.partitioned.every_layer import EVERY_LAYER, local, rows
+from tests.layers.partitioned.every_layer import EVERY_LAYER, local, outcome, rows
 from tests.layers.partitioned.sequential import agree, shard
 
 pytestmark = pytest.mark.mpi
@@ -19,36 +19,19 @@ F64 = {"dtype": torch.float64}
 IMAGE = (4, 2, 13, 8)
 
 
-def step(layer, inputs):
-    """Output, and gradients of inputs and parameters, of one call."""
-    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    layer.zero_grad()
-    torch.manual_seed(1)
-    y = layer(*inputs)
-    if y.requires_grad:
-        y.backward(torch.randn_like(y))
-    return [y.detach(), *(x.grad for x in inputs), *(p.grad for p in layer.parameters()), *layer.buffers()]
-
-
-def the_same(actual, expected):
-    for one, other in zip(actual, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_a_copy_of_any_layer_computes_what_the_layer_does(P_world, used):
     for make in EVERY_LAYER.values():
         layer, inputs = make(P_world)
         if used:
-            step(layer, inputs)
+            outcome(layer, inputs)
         twin = copy.deepcopy(layer)
         assert repr(twin) == repr(layer)
         assert twin.machine is layer.machine
         # In turns: what both have under way are two things.
         for _ in range(2):
-            the_same(step(twin, inputs), step(layer, inputs))
+            found, expected = ([*outcome(net, inputs), *net.buffers()] for net in (twin, layer))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -58,7 +41,7 @@ def test_a_copy_that_one_rank_makes_disturbs_no_other_layer(P_world, comm):
         kept = copy.deepcopy(layer)
         torch.testing.assert_close(kept.weight, layer.weight)
     for net in (layer, other):
-        step(net, [local()])
+        outcome(net, [local()])
 
 
 def test_callbacks_of_a_copy_are_answered_for_the_copy(P_world):

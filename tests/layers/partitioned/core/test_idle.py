@@ -1,5 +1,7 @@
 """Ranks outside of all partitions of a layer hold nothing, whatever they pass."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from distdl_rma.layers import (
     InstanceNorm,
     Repartition,
 )
+from tests.layers.partitioned.every_layer import first
 from tests.layers.partitioned.same_error import same_error
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.sizes(2, 3, 4)]
@@ -21,10 +24,7 @@ ONE = Distribution(1, 1, 1, 1)
 IMAGE = (2, 3, 7, 4)
 
 
-def alone(P_world):
-    return P_world.create_partition_inclusive([0]).create_cartesian_topology_partition(ONE.shape)
-
-
+alone = partial(first, dims=4)
 LAYERS = {
     "conv": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=1),
     "circular": lambda P: Conv(P, (2, 3, 3, 7, 4), ONE, kernel_size=3, padding=1, padding_mode="circular"),
@@ -67,7 +67,7 @@ def test_a_rank_without_output_gets_the_batch_and_gives_its_gradient(P_world, co
 
 
 def test_an_input_where_none_belongs_is_refused_whatever_its_values(P_world, comm):
-    P_x = P_world.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1))
+    P_x = first(P_world)
     P_y = P_world.create_cartesian_topology_partition((1, 1, comm.size))
     layer = DistributedEmbedding(P_x, 7, 2 * comm.size, P_y=P_y)
     x = torch.tensor([[0, 6]] if comm.rank == 0 else [[99]])

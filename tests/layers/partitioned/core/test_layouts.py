@@ -1,17 +1,14 @@
 """A dense shard may lie in memory as it likes, in the forward and in the backward."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from tests.layers.partitioned.every_layer import EVERY_LAYER
+from tests.layers.partitioned.every_layer import EVERY_LAYER, dense, outcome
 
 pytestmark = pytest.mark.mpi
-
-
-def dense(x):
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 # The same numbers as a contiguous tensor, otherwise laid out.
@@ -22,16 +19,6 @@ LAYOUTS = {
     "negative bit": lambda x: torch.complex(x, -x).conj().imag,
     "with an offset": lambda x: torch.cat([x, x], -1)[..., x.shape[-1] :],
 }
-
-
-def outcome(layer, inputs, lay_out=dense):
-    """Output and input gradient of a call, for a gradient that is laid out in a way."""
-    inputs = [x.detach() for x in inputs]
-    inputs[0].requires_grad_(inputs[0].is_floating_point())
-    y = layer(*inputs)
-    if y.requires_grad:
-        y.backward(laid(lay_out, dense(torch.ones_like(y)).cumsum(-1) if y.dim() else torch.ones_like(y)))
-    return y.detach(), inputs[0].grad
 
 
 def laid(lay_out, x):
@@ -47,9 +34,8 @@ def test_every_layer_takes_any_layout_of_inputs_and_gradient(P_world, comm):
         # On one rank, and then on all.
         for (layout, lay_out), where in product(LAYOUTS.items(), ([comm.size - 1], range(comm.size))):
             mine = [laid(lay_out, x) for x in inputs] if comm.rank in where else inputs
-            for one, other in zip(outcome(layer, mine, lay_out), expected, strict=True):
-                told = f"{name}, {layout}"
-                torch.testing.assert_close(one, other, msg=lambda text, told=told: f"{told}: {text}")
+            found, told = outcome(layer, mine, partial(laid, lay_out)), f"{name}, {layout}: "
+            torch.testing.assert_close(found, expected, msg=told.__add__)
 
 
 def test_elements_may_share_memory_and_so_may_class_indices(P_world):

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from distdl_rma import GradientSync, Machine, SegmentError, ShapeError, layers
+from distdl_rma import GradientSync, Machine, SegmentError, ShapeError
 from distdl_rma.layers import (
     DistributedBatchNorm2d,
     DistributedConv2d,
     DistributedLinearAllGather,
     Repartition,
 )
-from tests.layers.partitioned.every_layer import EVERY_LAYER, OTHERS, line, local, rows
+from tests.layers.partitioned.every_layer import EVERY_LAYER, line, local, rows
+
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture
@@ -50,12 +52,6 @@ def step(layer, inputs):
             y.sum().backward()
 
 
-def test_the_table_has_every_layer():
-    covered = {key.partition(" ")[0] for key in EVERY_LAYER}
-    assert set(layers.__all__) - OTHERS == covered
-
-
-@pytest.mark.mpi
 def test_every_layer_is_freed_when_it_is_dropped(P_world, comm, without_collector):
     late = []
     for name, make in EVERY_LAYER.items():
@@ -86,7 +82,6 @@ def alive(parts):
     return [part() for part in parts if part() is not None]
 
 
-@pytest.mark.mpi
 @pytest.mark.parametrize("synchronised", [False, True])
 def test_copies_and_their_model_are_freed_one_by_one(P_world, comm, without_collector, synchronised):
     before = used(P_world, comm)
@@ -114,7 +109,6 @@ def test_copies_and_their_model_are_freed_one_by_one(P_world, comm, without_coll
     assert used(P_world, comm) == before
 
 
-@pytest.mark.mpi
 def test_refused_calls_hold_no_layer(P_world, comm, without_collector):
     before = used(P_world, comm)
     layer = DistributedLinearAllGather(line(P_world), 3 * comm.size, 8)
@@ -128,7 +122,6 @@ def test_refused_calls_hold_no_layer(P_world, comm, without_collector):
     assert used(P_world, comm) == before
 
 
-@pytest.mark.mpi
 def test_a_graph_outlives_its_layers(P_world, comm, without_collector):
     before = used(P_world, comm)
     model, parts = network(P_world)
@@ -145,7 +138,6 @@ def test_a_graph_outlives_its_layers(P_world, comm, without_collector):
     assert used(P_world, comm) == before
 
 
-@pytest.mark.mpi
 def test_flights_and_plans_of_many_shapes_end_with_their_layer(P_world, comm, without_collector):
     before = used(P_world, comm)
     layer = Repartition(line(P_world), P_world.create_cartesian_topology_partition((comm.size, 1)))
@@ -155,7 +147,6 @@ def test_flights_and_plans_of_many_shapes_end_with_their_layer(P_world, comm, wi
     assert used(P_world, comm) == before
 
 
-@pytest.mark.mpi
 def test_an_exhausted_segment_first_frees_what_only_cycles_hold(comm, without_collector):
     with Machine(comm, segment_size="4MiB", timeout=15) as machine:
 

@@ -13,7 +13,6 @@ from distdl_rma.layers.partitioned.core.placement import (
     as_whole,
     block_placement,
     cut,
-    lasting,
     linear_values,
     part_of,
 )
@@ -101,14 +100,6 @@ def test_blocks_are_on_all_their_users_or_on_the_first():
     assert block_placement(store, "replicated") == Placement(store)
     rooted = block_placement(store, "root")
     assert rooted.use == store and rooted.store == store.one_copy()
-
-
-def test_what_was_made_in_inference_mode_can_be_trained():
-    with torch.inference_mode():
-        made = torch.ones(3)
-    kept = lasting(made)
-    assert not kept.is_inference() and torch.equal(kept, made)
-    assert lasting(kept) is kept
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (1, 1), (300, 700), (0, 3), (3, 0), (70000, 2)])

@@ -16,25 +16,12 @@ from distdl_rma import (
     layers,
     zero_volume_tensor,
 )
-from tests.layers.partitioned.every_layer import EVERY_LAYER
-from tests.layers.partitioned.every_layer import first as alone
+from tests.layers.partitioned.every_layer import EVERY_LAYER, first, grid, rows
+from tests.layers.partitioned.every_layer import line as columns
 from tests.layers.partitioned.same_error import FAULTS, same_error
 from tests.layers.partitioned.twins import FORMS
 
 pytestmark = pytest.mark.mpi(min_size=2)
-
-
-def line(P):
-    """All ranks along the only spatial dimension."""
-    return P.create_cartesian_topology_partition((1, 1, P.size))
-
-
-def columns(P):
-    return P.create_cartesian_topology_partition((1, P.size))
-
-
-def first(P):
-    return P.create_partition_inclusive([0]).create_cartesian_topology_partition((1, 1, 1))
 
 
 # The layers that are no forms of twins, whose faults test_twins has. Of a copy, or the only term of a sum, a
@@ -46,7 +33,7 @@ LAYERS = {
     if re.match(r"(Distributed)?(.*?)([123]d)?( |,|$)", name)[2] not in FAMILIES
 } | {
     "Broadcast": lambda P: (layers.Broadcast(columns(P), columns(P)), (torch.ones(2, 3),)),
-    "SumReduce": lambda P: (layers.SumReduce(columns(P), alone(P)), (torch.ones(2, 3),)),
+    "SumReduce": lambda P: (layers.SumReduce(columns(P), first(P)), (torch.ones(2, 3),)),
 }
 
 
@@ -89,34 +76,33 @@ def test_arguments_that_a_call_does_not_take_are_refused_on_all_ranks(P_world, c
 
 
 @pytest.mark.parametrize("kind", [layers.DistributedConv1d, layers.DistributedConvTranspose1d])
-def test_inputs_and_weights_are_floating_point_numbers_of_one_type(P_world, comm, kind):
-    layer, x = kind(line(P_world), 1, 1, 1), torch.ones(1, 1, 2)
-    match = r"input is torch\.float64, on rank 0 the parameters are torch\.float32"
-    same_error(comm, lambda: layer(x.double()), ShapeError, match)
+def test_weights_are_floating_point_numbers(P_world, comm, kind):
+    layer, x = kind(rows(P_world, 1), 1, 1, 1), torch.ones(1, 1, 2)
     for parameter in layer.parameters():
         parameter.data = parameter.data.to(torch.complex64)
     same_error(comm, lambda: layer(x.to(torch.complex64)), UnsupportedError, "only floating point")
 
 
 @pytest.mark.parametrize("kind", ["AllGather", "ReduceScatter"])
-def test_features_and_types_of_a_linear_layer_are_those_of_the_weights(P_world, comm, kind):
+def test_features_of_a_linear_layer_are_those_of_the_weights(P_world, comm, kind):
     P_x = P_world.create_cartesian_topology_partition((comm.size, 1))
     layer, x = getattr(layers, f"DistributedLinear{kind}")(P_x, 6, 5), torch.zeros(1, 7)
     match = r"global input \(\d, 7\) has 7 features, the layer takes 6"
     same_error(comm, lambda: layer(x), ShapeError, match)
-    match = r"input is torch\.float64, on rank 0 the parameters are torch\.float32"
-    same_error(comm, lambda: layer(x[:, :6].double()), ShapeError, match)
 
 
 OF_SEVERAL_PARAMETERS = ["DistributedConv1d replicated", "DistributedConvTranspose1d replicated"]
 OF_SEVERAL_PARAMETERS += [
-    f"Distributed{kind}" for kind in ("Linear", "BatchNorm1d", "GroupNorm", "LayerNorm")
+    f"Distributed{kind}"
+    for kind in ("Linear", "LinearAllGather", "LinearReduceScatter", "BatchNorm1d", "GroupNorm", "LayerNorm")
 ]
 
 
 @pytest.mark.parametrize("kind", OF_SEVERAL_PARAMETERS)
-def test_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
+def test_inputs_and_parameters_of_one_layer_are_of_one_type(P_world, comm, kind):
     layer, good = EVERY_LAYER[kind](P_world)
+    match = r"torch\.float64.* the parameters are torch\.float32"
+    same_error(comm, lambda: layer(*(x.double() for x in good)), ShapeError, match)
     if comm.rank == 0:
         layer.bias.data = layer.bias.data.double()
     match = r"rank 0: .* different types, torch\.float32 and torch\.float64"
@@ -163,7 +149,7 @@ def test_what_is_no_index_or_out_of_range_is_refused_on_all_ranks(P_world, comm)
 
 
 def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
-    layer, x = layers.DistributedConvTranspose1d(line(P_world), 1, 1, 2, stride=2), torch.ones(1, 1, 3)
+    layer, x = layers.DistributedConvTranspose1d(rows(P_world, 1), 1, 1, 2, stride=2), torch.ones(1, 1, 3)
     for wrong in (["many"], [1] * 9, [1 << 70]):
         size = wrong if comm.rank == 1 else None
         same_error(comm, lambda size=size: layer(x, output_size=size), ShapeError)
@@ -173,16 +159,19 @@ def test_what_is_no_output_size_on_one_rank_is_refused_on_all(P_world, comm):
 GOOD = (2, 2, 4)
 # Layers on the first rank alone, whose weights are on all, and a wrong input; GOOD is a good one.
 KEEPERS = {
-    "convolution": (lambda P: layers.DistributedConv1d(first(P), 2, 3, 3), (2, 2, 1)),
-    "circular": (
-        lambda P: layers.DistributedConv1d(first(P), 2, 3, 3, padding=1, padding_mode="circular"),
-        (2, 3, 4),
-    ),
-    "transposed": (lambda P: layers.DistributedConvTranspose1d(first(P), 2, 3, 3), (2, 1, 4)),
-    "instance norm": (lambda P: layers.DistributedInstanceNorm1d(first(P), 2, affine=True), (2, 2, 1)),
-    "group norm": (lambda P: layers.DistributedGroupNorm(first(P), 1, 2), (2, 3, 4)),
-    "batch norm": (lambda P: layers.DistributedBatchNorm1d(first(P), 2), (2, 3, 4)),
+    "convolution": ("Conv1d", (2, 3, 3), {}, (2, 2, 1)),
+    "circular": ("Conv1d", (2, 3, 3), {"padding": 1, "padding_mode": "circular"}, (2, 3, 4)),
+    "transposed": ("ConvTranspose1d", (2, 3, 3), {}, (2, 1, 4)),
+    "instance norm": ("InstanceNorm1d", (2,), {"affine": True}, (2, 2, 1)),
+    "group norm": ("GroupNorm", (1, 2), {}, (2, 3, 4)),
+    "batch norm": ("BatchNorm1d", (2,), {}, (2, 3, 4)),
 }
+
+
+def keeper(kind, P):
+    """A layer of which all ranks but the first only keep the weights, and a wrong input."""
+    name, arguments, options, bad = KEEPERS[kind]
+    return getattr(layers, f"Distributed{name}")(first(P, 3), *arguments, **options), bad
 
 
 def mine(comm, shape, fill=torch.ones):
@@ -194,8 +183,7 @@ def mine(comm, shape, fill=torch.ones):
 @pytest.mark.parametrize("synchronised", [False, True])
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_ranks_that_only_keep_weights_hear_what_is_refused(P_world, comm, kind, synchronised):
-    make, bad = KEEPERS[kind]
-    layer = make(P_world)
+    layer, bad = keeper(kind, P_world)
     sync = GradientSync(layer, P_world) if synchronised else None
     wrong, good = mine(comm, bad), mine(comm, GOOD, lambda shape: torch.arange(16.0).view(shape))
     for _ in range(4):
@@ -211,13 +199,8 @@ def test_ranks_that_only_keep_weights_hear_what_is_refused(P_world, comm, kind, 
     assert gradients[0][0].any()
     if sync is not None:
         sync.close()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KEEPERS if kind != "batch norm"])
-def test_ranks_that_only_keep_weights_hear_in_whatever_mode_each_rank_is(P_world, comm, kind):
-    make, bad = KEEPERS[kind]
-    layer, good, wrong = make(P_world), mine(comm, GOOD), mine(comm, bad)
-    for training in (False, comm.rank == 0, comm.rank != 0):
+    # In whatever mode each rank is; batch norms must all be in one.
+    for training in (False, comm.rank == 0, comm.rank != 0) if kind != "batch norm" else ():
         layer.train(training)
         same_error(comm, lambda: layer(wrong).sum().backward(), ShapeError)
         layer(good).sum().backward()
@@ -225,8 +208,7 @@ def test_ranks_that_only_keep_weights_hear_in_whatever_mode_each_rank_is(P_world
 
 @pytest.mark.parametrize("kind", [kind for kind in KEEPERS if kind != "batch norm"])
 def test_ranks_that_only_keep_weights_need_not_call_for_an_inference(P_world, comm, kind):
-    make, bad = KEEPERS[kind]
-    layer = make(P_world)
+    layer, bad = keeper(kind, P_world)
     for _ in range(4 if comm.rank == 0 else 0):
         layer.train()
         with torch.no_grad():
@@ -241,7 +223,7 @@ def test_ranks_that_only_keep_weights_need_not_call_for_an_inference(P_world, co
 
 def test_a_call_that_no_backward_follows_sends_nothing_to_ranks_outside(comm):
     with Machine(comm, segment_size="4MiB", timeout=15) as machine:
-        layer = layers.DistributedConv1d(first(machine.partition()), 2, 3, 3)
+        layer = layers.DistributedConv1d(first(machine.partition(), 3), 2, 3, 3)
         before = vars(machine.segments.counters).copy()
         x = mine(comm, GOOD)
         with torch.no_grad():
@@ -254,7 +236,7 @@ def test_a_call_that_no_backward_follows_sends_nothing_to_ranks_outside(comm):
 
 
 def test_a_recomputation_tells_ranks_outside_nothing_twice(P_world, comm):
-    layer = layers.DistributedConv1d(first(P_world), 2, 3, 3)
+    layer = layers.DistributedConv1d(first(P_world, 3), 2, 3, 3)
     x = mine(comm, GOOD).requires_grad_()
     for again in (False, True):
         for _ in range(4):
@@ -265,7 +247,7 @@ def test_a_recomputation_tells_ranks_outside_nothing_twice(P_world, comm):
 
 def test_layers_of_replicas_hear_nothing_of_each_other(P_world, comm):
     # Every rank builds the layer for itself: it keeps the others' weights, and works all the same.
-    own = P_world.create_partition_inclusive([comm.rank]).create_cartesian_topology_partition((1, 1, 1))
+    own = grid(P_world, (1, 1, 1), [comm.rank])
     layer = layers.DistributedConv1d(own, 2, 3, 3)
     for _ in range(4):
         layer.zero_grad()

@@ -17,33 +17,27 @@ from distdl_rma.layers import (
 )
 from distdl_rma.layers.partitioned.data_movement import chosen_axes
 from distdl_rma.segments.memory.buffer import SegmentBuffer
-from tests.layers.partitioned.random_shards import cut_balanced
+from tests.layers.partitioned.every_layer import first, grid
 
 pytestmark = pytest.mark.mpi
 
 
-def grid(P_world, *shape):
-    return P_world.create_cartesian_topology_partition(shape)
-
-
-def on(P_world, ranks, shape):
-    return P_world.create_partition_inclusive(ranks).create_cartesian_topology_partition(shape)
-
-
-def first(P_world):
-    return on(P_world, [0], (1, 1, 1))
-
-
+# By a partition of all ranks in the last dimension, of the first alone, and of all in the first dimension.
 LAYERS = {
-    "Repartition": lambda P: Repartition(grid(P, 1, 1, P.size), grid(P, P.size, 1, 1), name="it"),
-    "Broadcast": lambda P: Broadcast(first(P), grid(P, 1, 1, P.size), name="it"),
-    "SumReduce": lambda P: SumReduce(grid(P, 1, 1, P.size), first(P), name="it"),
-    "AllSumReduce": lambda P: AllSumReduce(grid(P, 1, 1, P.size), axes_reduce=2, name="it"),
-    "AllGather": lambda P: AllGather(grid(P, 1, 1, P.size), axes_all_gather=2, name="it"),
-    "ReduceScatter": lambda P: ReduceScatter(grid(P, 1, 1, P.size), axes_reduce_scatter=2, name="it"),
-    "HaloExchange": lambda P: HaloExchange(grid(P, 1, 1, P.size), 1, "circular", name="it"),
+    "Repartition": lambda P, _, Q: Repartition(P, Q),
+    "Broadcast": lambda P, root, _: Broadcast(root, P),
+    "SumReduce": lambda P, root, _: SumReduce(P, root),
+    "AllSumReduce": lambda P, *_: AllSumReduce(P, axes_reduce=2),
+    "AllGather": lambda P, *_: AllGather(P, axes_all_gather=2),
+    "ReduceScatter": lambda P, *_: ReduceScatter(P, axes_reduce_scatter=2),
+    "HaloExchange": lambda P, *_: HaloExchange(P, 1, "circular"),
 }
-each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request, P_world):
+    n = P_world.size
+    return LAYERS[request.param](grid(P_world, (1, 1, n)), first(P_world, 3), grid(P_world, (n, 1, 1)))
 
 
 def input_of(layer, rows=2, dtype=torch.float64):
@@ -54,9 +48,7 @@ def input_of(layer, rows=2, dtype=torch.float64):
     return torch.randint(-9, 9, (rows, 3, 4)).to(dtype)
 
 
-@each_layer
-def test_gradients_accumulate_over_calls_in_any_order_and_recomputed_ones(P_world, make):
-    layer = make(P_world)
+def test_gradients_accumulate_over_calls_in_any_order_and_recomputed_ones(layer):
     x = input_of(layer).requires_grad_()
     layer(x).square().sum().backward()
     once, x.grad = x.grad, None
@@ -71,9 +63,7 @@ def test_gradients_accumulate_over_calls_in_any_order_and_recomputed_ones(P_worl
     assert torch.equal(x.grad, 5 * once)
 
 
-@each_layer
-def test_a_connected_layer_shakes_no_hands_in_the_first_call(P_world, comm, monkeypatch, make):
-    layer = make(P_world)
+def test_a_connected_layer_shakes_no_hands_in_the_first_call(comm, monkeypatch, layer):
     cut = isinstance(layer, Repartition | AllGather | HaloExchange)
     layer.connect((2, 3, 4 * comm.size if cut else 4), torch.float64)
 
@@ -89,7 +79,7 @@ def test_a_connected_layer_shakes_no_hands_in_the_first_call(P_world, comm, monk
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float16], ids=str)
 @pytest.mark.parametrize("passed", [torch.float32, torch.complex128, torch.bool], ids=str)
 def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
-    layer = Broadcast(first(P_world), grid(P_world, 1, 1, comm.size))
+    layer = Broadcast(first(P_world, 3), grid(P_world, (1, 1, comm.size)))
     call_arguments = comm.rank > 0 and passed != torch.bool
     smooth = dtype.is_floating_point or dtype.is_complex
     x = zero_volume_tensor(3, passed, call_arguments)
@@ -104,9 +94,7 @@ def test_what_has_no_elements_may_be_of_any_type(P_world, comm, dtype, passed):
         assert not call_arguments or (x.grad.shape, x.grad.dtype) == ((3, 0), passed)
 
 
-@each_layer
-def test_second_derivatives_are_refused(P_world, make):
-    layer = make(P_world)
+def test_second_derivatives_are_refused(layer):
     x = input_of(layer).requires_grad_()
     with pytest.raises(UnsupportedError, match="no second derivatives"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
@@ -115,18 +103,3 @@ def test_second_derivatives_are_refused(P_world, make):
 def test_axes_are_sorted_and_may_be_those_that_are_kept():
     P = Partition(tuple(range(8)), (2, 2, 2), 0)
     assert chosen_axes("it", P, "axes", (-1, 0), None) == chosen_axes("it", P, "axes", None, 1) == (0, 2)
-
-
-def test_views_that_are_lazily_conjugate_or_negative_move_as_what_they_mean(P_world):
-    n = P_world.size
-    for P_x, P_y in (
-        (grid(P_world, n, 1), grid(P_world, 1, n)),
-        (grid(P_world, 1, n), on(P_world, [n - 1], (1, 1))),
-        (on(P_world, [0], (1, 1)), grid(P_world, n, 1)),
-        (on(P_world, reversed(range(n)), (n, 1)), grid(P_world, n, 1)),
-    ):
-        z = torch.complex(torch.arange(35.0), torch.arange(35.0) + 1).reshape(7, 5)
-        local = cut_balanced(P_x, z)
-        for of in (torch.conj, lambda t: t.conj().imag):
-            y = Repartition(P_x, P_y, preserve_batch=False)(of(local))
-            assert torch.equal(y, cut_balanced(P_y, of(z)))

@@ -9,16 +9,12 @@ import torch
 from distdl_rma import Machine, ShapeError, zero_volume_tensor
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConcat
+from tests.layers.partitioned.every_layer import grid
 from tests.layers.partitioned.random_shards import cut, random_blocks, random_partition
 from tests.layers.partitioned.sequential import agree, shard
 from tests.layers.partitioned.twins import Cat, step_of_both
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3, 4)]
-
-
-def grid(P_world, shape, ranks=None):
-    chosen = range(P_world.size) if ranks is None else ranks
-    return P_world.create_partition_inclusive(chosen).create_cartesian_topology_partition(shape)
 
 
 def whole(shapes, dtype=torch.float64):
@@ -145,14 +141,3 @@ def test_types_are_promoted_as_in_torch_and_gradients_come_back_in_their_own(P_w
     for x, P, full in zip(local, P_xs, wholes, strict=True):
         if x.requires_grad:
             assert x.grad.dtype == x.dtype and torch.equal(x.grad, shard(P, full.grad))
-
-
-def test_concat_by_either_transport(machine):
-    n = machine.size
-    P_a, P_b = machine.partition((1, 1, n)), machine.partition((1, n, 1))
-    for early in (False, True):
-        layer = DistributedConcat([P_a, P_b], P_b)
-        if early:
-            layer.connect([(2, 3, 6), (2, 4, 6)], torch.float64)
-        for batch in (2, 1, 2):
-            compare(layer, [P_a, P_b], P_b, whole([(batch, 3, 6), (batch, 4, 6)]))

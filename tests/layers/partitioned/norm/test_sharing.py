@@ -14,20 +14,13 @@ P_X = Partition((0, 1, 2, 3), (1, 1, 4), 0)
 SOURCE = Decomposition.balanced(P_X, (2, 3, 8))
 
 
-def sharing(*lists, nbytes=None):
+def sharing(*lists):
     """What follows from a list of each rank, None of one that says nothing."""
     answers = {}
     for rank, ranks in enumerate(lists):
         callbacks = {} if ranks is None else {"get_ranks_synch_norm": lambda ranks=ranks: ranks}
-        if nbytes is not None:
-            callbacks["get_sizeof_norm"] = lambda: nbytes
         answers[rank] = answer_of_user(callbacks, rank)
     return agreed_sharing(AXES, SOURCE, answers)
-
-
-def test_where_nobody_says_anything_nothing_is_narrowed():
-    assert answer_of_user({}, 3) == StatisticsAnswer()
-    assert sharing(None, None, None, None) is None
 
 
 def test_ranks_that_name_each_other_share():
@@ -47,12 +40,6 @@ def test_ranks_that_name_each_other_share():
 def test_what_does_not_fit_together_is_refused(lists, message):
     with pytest.raises(ConfigurationError, match=message):
         sharing(*lists)
-
-
-def test_the_size_of_a_message_must_be_right():
-    assert sharing(None, None, None, None, nbytes=2 * 6 * 8) is not None
-    with pytest.raises(ConfigurationError, match="gave 5 on rank 0, one message of its statistics has 96"):
-        sharing(None, None, None, None, nbytes=5)
 
 
 @pytest.mark.parametrize("said", [[], [1, 0], [2, 2], 7])
