@@ -84,11 +84,6 @@ def word_dtype(dtype: torch.dtype, what: str) -> np.dtype[Any]:
     return BIT_WORDS[dtype.itemsize][1]
 
 
-def is_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether all elements are in this process's memory, as ``as_words`` needs."""
-    return tensor.layout == torch.strided and tensor.device.type == "cpu"
-
-
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether its elements are in memory, that of the process or of a device."""
     return tensor.layout == torch.strided and not tensor.is_meta
