@@ -72,8 +72,11 @@ def reduction(
         if _all_alone(teams):
             teams = [_fans(group) for group in groups]
         while not _all_alone(teams):
-            stage, groups = _to_leaders(teams, roots, lengths, me)
-            stages.append(stage)
+            # Each team sums to one of its ranks, its leader: the root if it is a member.
+            of_teams, members = _repeated(lengths, teams), _joined(teams)
+            groups = tuple(leaders(found, root) for found, root in zip(teams, roots, strict=True))
+            alone = tuple((leader,) for group in groups for leader in group)
+            stages.append((copies(members, of_teams, me), copies(alone, of_teams, me)))
             teams = [_fans(group) for group in groups]
     return [*stages, (copies(groups, lengths, me), copies(tuple((root,) for root in roots), lengths, me))]
 
@@ -168,13 +171,3 @@ def _joined(teams: Sequence[Groups]) -> Groups:
 def _repeated(lengths: Sequence[int], teams: Sequence[Groups]) -> list[int]:
     # The length of each group's vector, once per team of the group.
     return list(chain.from_iterable(repeat(n, len(found)) for found, n in zip(teams, lengths, strict=True)))
-
-
-def _to_leaders(
-    teams: Sequence[Groups], roots: Sequence[int], lengths: Sequence[int], me: int
-) -> tuple[Stage, Groups]:
-    # Each team sums to one of its ranks, its leader: the root if it is a member.
-    led = tuple(leaders(found, root) for found, root in zip(teams, roots, strict=True))
-    of_teams = _repeated(lengths, teams)
-    alone = tuple((leader,) for group in led for leader in group)
-    return (copies(_joined(teams), of_teams, me), copies(alone, of_teams, me)), led

@@ -105,8 +105,7 @@ class ShortFloat(Element):
 
     def widen(self, values: Array) -> Array:
         """Copy of stored values in float32."""
-        wide: Array = self._tensor(values).float().numpy()
-        return wide
+        return self._tensor(values).float().numpy()
 
     def narrow(self, wide: Array, out: Array) -> None:
         """Store values of float32, rounded once."""

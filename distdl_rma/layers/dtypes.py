@@ -134,8 +134,7 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     word = _WORDS.get(tensor.dtype)
     if word is not None and not MOVING:
         # Two calls, of which numpy's view takes a third of torch's.
-        numbers: NDArray[Any] = tensor.numpy(force=True).view(word)
-        return numbers
+        return tensor.numpy(force=True).view(word)
     plain = tensor.detach() if tensor.requires_grad else tensor
     # A real tensor may be a lazy negative, such as the imaginary part of a conjugate.
     if plain.dtype.is_complex or plain.is_neg():

@@ -129,8 +129,7 @@ class NodeSlots(Callers):
     def numbers(self, number: int, position: int) -> Array:
         """Table of integers, two for each rank, that a rank shows in a round beside its data."""
         table = self._tables[position][number & 1]
-        found: Array = table[CALL_BYTES : CALL_BYTES + 16 * self.size].view(np.int64)
-        return found
+        return table[CALL_BYTES : CALL_BYTES + 16 * self.size].view(np.int64)
 
     def opened(self) -> bool:
         """Begin the next round if all ranks have read the round two before; return whether it has begun."""

@@ -101,8 +101,7 @@ def array_at(address: int, dtype: np.dtype[Any], count: int, owner: object = Non
     """Array of the elements at an address; it keeps the owner of this memory, if that is given."""
     memory: Any = _Memory.from_address(address)
     memory.owner = owner
-    found: Array = np.frombuffer(memory, dtype, count)
-    return found
+    return np.frombuffer(memory, dtype, count)
 
 
 def _array_of(tensor: torch.Tensor) -> Array:

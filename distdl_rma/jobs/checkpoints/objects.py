@@ -525,8 +525,7 @@ class _OfDevice:
 
     def state_dict(self) -> bytes:
         """The state, which torch has as bytes of the CPU."""
-        words: bytes = self._module.get_rng_state(self._device).numpy().tobytes()
-        return words
+        return self._module.get_rng_state(self._device).numpy().tobytes()
 
     def load_state_dict(self, state: bytes) -> None:
         """Set the state."""

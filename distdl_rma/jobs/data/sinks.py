@@ -480,8 +480,7 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
         return NUMPY[dtype]
     with told(ArgumentError, f"a dtype is of numpy or torch, got {dtype!r}"):
         # Tensorstore has types of its own.
-        found: np.dtype[Any] = np.dtype(getattr(dtype, "numpy_dtype", dtype))
-        return found
+        return np.dtype(getattr(dtype, "numpy_dtype", dtype))
 
 
 class _Kind(NamedTuple):

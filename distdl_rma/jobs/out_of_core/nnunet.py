@@ -172,8 +172,7 @@ class _Turned(nn.Module):
 
 def _read(path: Path) -> dict[str, Any]:
     with told(DataError, f"predict: {path.parent} is no folder that nnU-Net has trained: {path.name}"):
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        return json.loads(path.read_text())
 
 
 def _weights(home: Path, folds: str | None) -> list[Path]:

@@ -148,8 +148,7 @@ class Program:
 
     def backward(self, some: Gradients, kept: Kept, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
         """Put gradients of inputs and parameters into ``some``, ``pieces`` by turns; blocking, collective."""
-        found: Iterator[None] = self._backward(some, *kept.contexts, *kept.tensors, *gradients)
-        return found
+        return self._backward(some, *kept.contexts, *kept.tensors, *gradients)
 
     def _function(
         self, steps: Sequence[Step], arguments: Sequence[str], ends: dict[int, str]
@@ -176,8 +175,7 @@ class Program:
         names = self._names
         # The text has nothing but numbered names and numbers.
         exec(compile("\n".join([*lines, f" {ends[len(steps)]}"]), "<replay>", "exec"), names)
-        function: Callable[..., Any] = names.pop("function")
-        return function
+        return names.pop("function")
 
     def _text(self, x: Any) -> str:
         # Python's text of an argument; what has none becomes a global.
@@ -242,8 +240,7 @@ class Backward:
         token = torch.empty(0)
         for piece in reversed(others):
             token = Piece.apply(self, token, *piece)
-        found: tuple[torch.Tensor, ...] = InGraph.apply(self, outputs, kept, differentiable, token, *first)
-        return found
+        return InGraph.apply(self, outputs, kept, differentiable, token, *first)
 
     def begin(self, kept: Kept, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """A gradient for the token, and those of the first piece."""

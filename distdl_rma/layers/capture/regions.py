@@ -279,8 +279,7 @@ def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         few = next(n for n in range(min(_FEW, x.shape[-1]), 0, -1) if x.shape[-1] % n == 0)
         x = x.unflatten(-1, (-1, few))
         x = x.mean(-1) if kernel in _MEANS else x.sum(-1)
-    found: torch.Tensor = kernel(x, *args, **kwargs | {"dtype": torch.float64})
-    return found
+    return kernel(x, *args, **kwargs | {"dtype": torch.float64})
 
 
 def made_by(steps: Sequence[Step]) -> list[int]:

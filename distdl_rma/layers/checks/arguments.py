@@ -164,8 +164,7 @@ def values_of(form: str, data: bytes) -> list[float]:
     dtype = torch.float64 if form == _SUMS else _dtype(form)
     found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     real = torch.view_as_real(found).reshape(-1) if dtype.is_complex else found
-    values: list[float] = (real.double() if dtype.is_floating_point else real).tolist()
-    return values
+    return (real.double() if dtype.is_floating_point else real).tolist()
 
 
 def differ_beyond_rounding(dtype: str, form: str, first: Sequence[float], other: Sequence[float]) -> bool:
@@ -186,5 +185,4 @@ def are_close(first: Sequence[float], other: Sequence[float], tolerance: float) 
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
+    return getattr(torch, name.removeprefix("torch."))

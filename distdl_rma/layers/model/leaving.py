@@ -66,7 +66,7 @@ class Inputs:
                 self._made[id(x)] = x, (y := cut(x))
                 if isinstance(y, SplitTensor) and y is not x:
                     self._cut.append((x, y, Original(y._local)))
-            return self._made[id(x)][1]  # type: ignore[no-any-return]
+            return self._made[id(x)][1]
 
         def note(theirs: Any, ours: Any) -> None:
             self._made[id(theirs)] = theirs, ours

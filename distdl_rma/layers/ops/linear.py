@@ -138,8 +138,7 @@ class SplitLinear(GatherComputeScatter):
         bias = weights.get("bias") if self._adds_bias else None
         # A moved or cast weight is no leaf: its gradient is not yet the parameter's.
         if offer is not None and weight.is_leaf and (bias is None or bias.is_leaf):
-            y: torch.Tensor = LinearInPlaces.apply(x, weight, bias, offer)
-            return y
+            return LinearInPlaces.apply(x, weight, bias, offer)
         return F.linear(x, weight, bias)
 
 

@@ -375,8 +375,7 @@ class MaxPooling(MaxWindows[MaxPoolOptions]):
         kernel, stride, dilation = self._arguments
         pool = _MAXIMA[len(kernel)]
         if self._of_torch is not None:
-            padded: torch.Tensor = pool(x, kernel, stride, self._of_torch, dilation)
-            return padded
+            return pool(x, kernel, stride, self._of_torch, dilation)
         y: torch.Tensor = pool(self._read.add_padding(x), kernel, stride, 0, dilation)
         # A result of -inf may be an element of the padding.
         return super()._local(x) if self._padded and _has_infinite(y) else y

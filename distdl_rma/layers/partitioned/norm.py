@@ -568,5 +568,4 @@ class DistributedRMSNorm(DistributedTrailingNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise; ``x`` is the local shard, or a tensor without elements outside of P_x."""
-        y: Tensor = super().forward(x)
-        return y
+        return super().forward(x)

@@ -112,8 +112,7 @@ def of_level(attributes: Mapping[str, Any], path: str, dims: int) -> Dimensions 
 
 def ome(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The attributes of OME-Zarr, which in Zarr 3 have a name of their own."""
-    found: Mapping[str, Any] = attributes.get("ome", attributes)
-    return found
+    return attributes.get("ome", attributes)
 
 
 def _of_level(image: Mapping[str, Any], level: Mapping[str, Any], dims: int) -> Dimensions:

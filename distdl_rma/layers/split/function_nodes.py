@@ -106,10 +106,7 @@ class _Call:
     def _block(self, gradient: Any, layout: Decomposition) -> torch.Tensor:
         # A plain gradient is whole on every rank.
         split = isinstance(gradient, self.kind)
-        found: torch.Tensor = (
-            gradient.redistribute(layout=layout)._local if split else gradient[layout.slices()]
-        )
-        return found
+        return gradient.redistribute(layout=layout)._local if split else gradient[layout.slices()]
 
 
 def _sources_of(node: Any, kind: Any, at_once: bool) -> list[Any]:
@@ -137,8 +134,7 @@ class _Port(OperatorFunction):
     def forward(ctx: Any, _root: torch.Tensor, given: tuple[Any]) -> torch.Tensor:
         (x,) = given
         ctx._local, ctx._layout = x._local, x._layout
-        tensor: torch.Tensor = x
-        return tensor
+        return x
 
     @staticmethod
     def backward(_ctx: Any, _gradient: torch.Tensor) -> tuple[None, None]:

@@ -63,8 +63,7 @@ def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
     """A replicated block as a plain tensor; every rank has its whole gradient."""
     if not x.requires_grad:
         return x
-    y: torch.Tensor = _Gathered.apply(x, partition)
-    return y
+    return _Gathered.apply(x, partition)
 
 
 def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:

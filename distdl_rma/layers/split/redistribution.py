@@ -115,8 +115,7 @@ def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Colle
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1:
         return x
-    y: torch.Tensor = _AllSum.apply(x, site, ranks)
-    return y
+    return _AllSum.apply(x, site, ranks)
 
 
 def to_blocks(
@@ -129,8 +128,7 @@ def to_blocks(
     ranks = lay.line(layout, grid_dims)
     if len(ranks) == 1 or not x.requires_grad:
         return x
-    y: torch.Tensor = SummedGradient.apply(x, site, ranks, what)
-    return y
+    return SummedGradient.apply(x, site, ranks, what)
 
 
 def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
@@ -140,8 +138,7 @@ def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:
         return x
     index = result.partition.index
     first = index is not None and not any(index[g] for g in copied)
-    y: torch.Tensor = _Once.apply(x, first)
-    return y
+    return _Once.apply(x, first)
 
 
 class _Move(OperatorFunction):
@@ -207,5 +204,4 @@ def redistributed(
                 f"{site.name}: {what} would move from {lay.described(source)} to"
                 f" {lay.described(target)}, which fallback='error' forbids; redistribute() it before"
             )
-    y: torch.Tensor = _Move.apply(x, redistribution)
-    return y
+    return _Move.apply(x, redistribution)

@@ -515,8 +515,7 @@ def _recompute_by_all(found: Any, args: Any, kwargs: Any) -> None:
 
 
 def _memory(x: torch.Tensor) -> int:
-    number: int = x.untyped_storage()._cdata
-    return number
+    return x.untyped_storage()._cdata
 
 
 def _of_device(func: Any, error: Exception, among: Sequence[Any]) -> UnsupportedError | None:
@@ -635,8 +634,7 @@ _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def _uses(x: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(_memory(x))
-    return count
+    return torch._C._storage_Use_Count(_memory(x))
 
 
 def any_cut(*arguments: Any) -> bool:

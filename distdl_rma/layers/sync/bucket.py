@@ -112,8 +112,7 @@ class GradientSlot:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The parameter's ``.grad``."""
-        gradient: torch.Tensor | None = getattr(self.parameter(), "grad", None)
-        return gradient
+        return getattr(self.parameter(), "grad", None)
 
     @property
     def placed(self) -> list[tuple[Parameters, str]]:

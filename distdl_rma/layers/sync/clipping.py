@@ -71,8 +71,7 @@ class GradientNorms:
         if any(others):
             # Ranks may differ in this flag, since they collect garbage at different times.
             raise ProtocolError(f"{_TITLE}: those from no_sync() are summed in the next backward")
-        total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
-        return total
+        return torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
 
     def close(self) -> None:
         """Release the memory; local, idempotent."""

@@ -151,8 +151,7 @@ class AllPush:
         if not self.arrived():
             self._manager.waiter.until(self.arrived, self.waiting, timeout)
         self._waited = self.epoch
-        rows: NDArray[Any] = self._slots[self.epoch & 1]
-        return rows
+        return self._slots[self.epoch & 1]
 
     def close(self) -> None:
         """Free the memory once no rank writes to it any more; local, idempotent."""

@@ -211,8 +211,8 @@ class Reduction:
 
         For two short rows, the most frequent case, it is numpy's function itself, and a copy.
         """
-        two = self._of_two(rows[0])
-        most = 2 if rows[0].nbytes < LARGE_NBYTES else 1
+        # The function of two such rows and ``out``, if there is one, and for how many targets.
+        two, most = (self._two, 2) if rows[0].nbytes < LARGE_NBYTES else (self._two_large, 1)
         if two is None or len(rows) != 2 or len(targets) > most:
             return functools.partial(self._quietly, rows, targets)
         first = functools.partial(two, *rows, out=targets[0])
@@ -230,10 +230,6 @@ class Reduction:
     def _block(self) -> int:
         # Elements of a block, which all threads reduce together.
         return number_of_threads() * _BLOCK_BYTES // self.element.wide.itemsize
-
-    def _of_two(self, row: Array) -> Callable[..., object] | None:
-        # For rows like this one: the function of two rows and ``out``, if there is one.
-        return self._two if row.nbytes < LARGE_NBYTES else self._two_large
 
     def _reduce(self, rows: Sequence[Array], targets: Sequence[Array]) -> None:
         size, exact, block = rows[0].size, self.element.exact, self._block

@@ -93,8 +93,7 @@ class Arena(Pool):
 
 def _address(memory: NDArray[Any] | memoryview) -> int:
     # Not by ``ctypes``, which imports: a tensor may be deleted while the interpreter ends.
-    address: int = np.asarray(memory).__array_interface__["data"][0]
-    return address
+    return np.asarray(memory).__array_interface__["data"][0]
 
 
 def _in_pages(nbytes: int) -> int:

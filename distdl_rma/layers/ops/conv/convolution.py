@@ -219,8 +219,7 @@ class Convolution(GridConvolution):
             return super().carry_out(needs, x, weights)
         weight, bias = weights["weight"], weights.get("bias")
         root = None if weight.requires_grad else anchor(True)
-        y: Tensor = _HaloSchedule.apply(x, weight, bias, root, None, None, [self, needs])
-        return y
+        return _HaloSchedule.apply(x, weight, bias, root, None, None, [self, needs])
 
     def convolve_block(self, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         """Partial output from the gathered input."""
@@ -410,8 +409,7 @@ class _HaloSchedule(OperatorFunction):
     @staticmethod
     def frame(*args: Any) -> list[int]:
         """Elements around the input, for a recording, which appends the tensor with them to ``agreed``."""
-        found: list[int] = args[-1][0].frame()
-        return found
+        return args[-1][0].frame()
 
     @staticmethod
     def forward(
@@ -466,8 +464,7 @@ class _HaloSchedule(OperatorFunction):
             ctx.save_for_backward(x, block, *kept)
         ctx.shapes, ctx.fill = (weight.shape, None if bias is None else bias.shape), fill
         ctx.operation, ctx.machine, ctx.needs_halo = operation, operation.site.machine, needs.input
-        output: Tensor = y
-        return output
+        return y
 
     @staticmethod
     @first_derivative

@@ -157,8 +157,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, steps: Convoluti
     if choice.safe and (differentiated or choice.chosen) and not _fits_onednn(x, weight, bias, steps):
         choice, differentiated = _AS_TORCH, False
     if differentiated:
-        y: Tensor = _Convolution.apply(x, weight, bias, steps)
-        return y
+        return _Convolution.apply(x, weight, bias, steps)
     if not choice.safe:
         wide = sum_dtype(x.dtype)
         offset = None if bias is None else bias.to(wide)

@@ -143,8 +143,7 @@ def as_step(function: Callable[Q, R]) -> Callable[Q, R]:
     @wraps(function)
     def called(*args: Q.args, **kwargs: Q.kwargs) -> R:
         if RECORDINGS and RECORDINGS[-1].notes:
-            noted: R = RECORDINGS[-1].called(function, *args, **kwargs)
-            return noted
+            return RECORDINGS[-1].called(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return called
@@ -191,8 +190,7 @@ def reports_failures(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concat
             found: Any = forward(layer, *args, **kwargs)
             if _hooks_of_saved(False) is not None and type(found) is torch.Tensor and may_recompute():
                 found = recomputed_by_all(found)
-            result: R = found
-            return result
+            return found
         except ENOUGH:
             raise
         except Exception as error:
@@ -311,8 +309,7 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
     root = None if y.requires_grad or not able else anchor(needed)
     if root is None:
         return y
-    tied: torch.Tensor = _Anchored.apply(root, y)
-    return tied
+    return _Anchored.apply(root, y)
 
 
 class _Anchored(OperatorFunction):
@@ -375,8 +372,7 @@ def recomputed_by_all(y: torch.Tensor) -> torch.Tensor:
     """
     if y.grad_fn is None or y._is_view() or not may_recompute() or not torch.is_grad_enabled():
         return y
-    recomputed: torch.Tensor = _Recomputed.apply(y)
-    return recomputed
+    return _Recomputed.apply(y)
 
 
 def tied(y: torch.Tensor, others: Iterable[torch.Tensor | None]) -> torch.Tensor:

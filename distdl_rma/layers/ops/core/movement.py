@@ -283,8 +283,7 @@ class Movement:
         """Local result of shape ``exchange.need.shape``, in memory of its own; blocking."""
         # The token's graph refers to the request: a request that kept the token would be a reference cycle.
         token, request.token = request.token, None
-        y: torch.Tensor = _Wait.apply(token, request)
-        return y
+        return _Wait.apply(token, request)
 
     def __call__(self, x: torch.Tensor, needs_grad: bool = False) -> torch.Tensor:
         """Start and wait, as one autograd operation; blocking.
@@ -292,8 +291,7 @@ class Movement:
         Half of the cost of two operations, for callers that compute nothing in between.
         """
         root = None if x.requires_grad else anchor(needs_grad)
-        y: torch.Tensor = _Move.apply(x, root, Request(self, x))
-        return y
+        return _Move.apply(x, root, Request(self, x))
 
     def move(self, x: torch.Tensor) -> torch.Tensor:
         """Local result, outside of autograd; blocking."""

@@ -196,13 +196,11 @@ class _Places:
         self.trivial = filled in ([], [origin])
 
     def pack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
-        y: torch.Tensor = x.reshape(-1) if self.trivial else _Place.apply(x, self, True)
-        return y
+        return x.reshape(-1) if self.trivial else _Place.apply(x, self, True)
 
     def unpack(self, x: torch.Tensor, _needs_grad: bool) -> torch.Tensor:
         # A tensor without elements may have any shape.
-        y: torch.Tensor = x.reshape(self.shape) if self.trivial else _Place.apply(x, self, False)
-        return y
+        return x.reshape(self.shape) if self.trivial else _Place.apply(x, self, False)
 
     def placed(self, x: torch.Tensor, pack: bool) -> torch.Tensor:
         if pack:

@@ -52,8 +52,7 @@ _NOTHING = nullcontext()
 
 def no_autocast() -> AbstractContextManager[object]:
     """Context without torch's autocast of any device; where that is off, it costs nothing."""
-    found: AbstractContextManager[object] = torch._C._DisableAutocast() if AUTOCASTS() else _NOTHING
-    return found
+    return torch._C._DisableAutocast() if AUTOCASTS() else _NOTHING
 
 
 def zero_volume_tensor(

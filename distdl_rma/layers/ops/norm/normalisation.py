@@ -679,8 +679,7 @@ class Normalisation(Operation):
         # Autocast has no effect on the functions that these call.
         fuses = RECORDINGS and RECORDINGS[-1].fuses and self._plan.rows is not None
         local: Any = FusibleNorm if fuses else LocalNorm
-        result: Tensor = local.apply(x, weight, bias, root, self._plan, needs.input, update)
-        return result
+        return local.apply(x, weight, bias, root, self._plan, needs.input, update)
 
 
 def by_constants(x: Tensor, values: Sequence[Tensor | None], eps: float) -> Tensor:

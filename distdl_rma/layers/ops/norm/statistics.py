@@ -126,8 +126,7 @@ class Rows:
         a, b = (x.to(sum_dtype(x.dtype)) for x in (a, b))
         double = torch.float64
         sums = [x.sum(self._dims, True, dtype=double) if self._dims else x.to(double) for x in (a, a * b)]
-        found: Array = down(torch.stack(sums)).numpy()
-        return found
+        return down(torch.stack(sums)).numpy()
 
 
 def _piece_of(length: int) -> int:

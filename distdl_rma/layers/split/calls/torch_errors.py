@@ -91,8 +91,7 @@ class _Again:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         def without_values(x: Any) -> torch.Tensor:
-            found: torch.Tensor = type(x)(x._local.new_empty(0), x._layout) if _is_split(x) else _here(x)
-            return found
+            return type(x)(x._local.new_empty(0), x._layout) if _is_split(x) else _here(x)
 
         self._func, self._given = func, mapped(without_values, (args, kwargs))
 
@@ -139,8 +138,7 @@ def _is_split(x: torch.Tensor) -> bool:
 
 def _here(x: Any) -> torch.Tensor:
     # A tensor that every rank has whole, as a plain tensor.
-    found: torch.Tensor = getattr(x, "_local", x)
-    return found
+    return getattr(x, "_local", x)
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -144,8 +144,7 @@ def _type_of(compute: Any, operands: Sequence[torch.Tensor]) -> torch.dtype:
     # Torch's dtype of the result, or its error, from a product of at most two elements per dimension: under
     # autocast, products of one element have other dtypes. Torch sums integers in longer ones.
     few = [torch.zeros([min(n, 2) for n in x.shape], dtype=x.dtype, device=x.device) for x in operands]
-    found: torch.dtype = compute(*few).dtype
-    return found
+    return compute(*few).dtype
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype, wide: torch.dtype | None) -> torch.Tensor:

@@ -246,8 +246,7 @@ def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def formatted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """A replicated tensor as torch formats it; a cut tensor only without a format, as ``repr``."""
     x, form = args
-    text: str = value(func, args, kwargs) if form or not x.is_split else repr(x)
-    return text
+    return value(func, args, kwargs) if form or not x.is_split else repr(x)
 
 
 @rule("pointwise", _T.data.__get__)
@@ -270,4 +269,4 @@ def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     x, *others = args
     if any_cut(others, kwargs):
         raise refused(func, "the values are on many ranks")
-    return func(x._local, *map(block_of, others), **kwargs)  # type: ignore[no-any-return]
+    return func(x._local, *map(block_of, others), **kwargs)

@@ -109,8 +109,7 @@ def reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def reshape(x: SplitTensor, shape: Sequence[int]) -> SplitTensor:
     """``reshape`` by its rule, for other rules."""
-    found: SplitTensor = reshaped(_T.reshape, (x, tuple(shape)), {})
-    return found
+    return reshaped(_T.reshape, (x, tuple(shape)), {})
 
 
 # Stands for the strides of what torch cannot show by a view.
