@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl_rma.errors import UnsupportedError
-from distdl_rma.layers.capture.frames import framed
 from distdl_rma.layers.capture.recording import (
     CONSTANT,
     INPUT,
@@ -83,10 +82,7 @@ class Program:
         nbytes: int = 0,
         regions: Regions | None = None,
     ) -> None:
-        forth, back = recorder.steps[:length], recorder.steps[length:]
-        if regions is not None:
-            forth, back = framed(regions, forth, back)
-        back = _needed(back, found)
+        back = _needed(recorder.steps[length:], found)
         if regions is not None:
             back = regions.of(back, {slot.number for slot in slots_in([*found])})
         made = {slot.number for step in back for slot in slots_in(step.results)}
@@ -95,7 +91,7 @@ class Program:
         # In the order of slots, which is the same in each process.
         saved = [f"v{n}" for n in sorted(behind) if recorder.kinds[n] != CONSTANT]
         contexts = [f"c{n}" for n in sorted({step.context for step in back if step.context is not None})]
-        forth = _needed(forth, [*outputs, *map(Slot, behind)])
+        forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:
             forth = regions.of(forth, behind | {slot.number for slot in outputs})
         needed = behind | used_by(forth) | {slot.number for slot in outputs}

@@ -348,7 +348,7 @@ class Recorder:
             )
         self._check_graph()
         self._contexts, ctx.noted = self._contexts + 1, self._contexts
-        given, step = self.slots(args), Forward(function, ctx.needs_input_grad)
+        given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
         with self.paused():
             found = function.forward(ctx, *args)
         self.steps.append(Step(step, given, {}, self.results(found), False, ctx.noted))
@@ -395,16 +395,13 @@ def _view(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-class Forward:
+class _Forward:
     """Forward of an autograd function, without torch's graph: returns the context, too."""
 
     def __init__(self, function: type[OperatorFunction], needs: tuple[bool, ...]) -> None:
         self._forward, self._needs = function.forward, needs
-        # Elements around the first operand in memory; see ``frames.py``.
-        self.frame: Callable[..., list[int]] = getattr(function, "frame", lambda *_: [])
 
     def __call__(self, *args: Any) -> Any:
-        """The context, and what the forward returns; blocking where that is."""
         ctx = Context(self._needs)
         return ctx, self._forward(ctx, *args)
 

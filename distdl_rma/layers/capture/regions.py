@@ -42,7 +42,6 @@ _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
 _SUMS = _MEANS | {_aten.sum.default, _aten.sum.dim_IntList}
 _FUSED = _SUMS | {
     _aten._to_copy.default,
-    _aten.constant_pad_nd.default,
     _aten.mse_loss.default,
     _aten.mse_loss_backward.default,
     _aten.leaky_relu_backward.default,
@@ -70,11 +69,11 @@ class CompilerError(Exception):
 class Regions:
     """Puts one step in the place of each region of a recording.
 
-    ``number`` counts them, and ``told`` is called with it. ``recorder`` has the tensors of the steps.
+    ``number`` counts them, and ``told`` is called with it.
     """
 
     def __init__(self, recorder: Recorder, told: Callable[[int], object]) -> None:
-        self.recorder, self._told, self.number = recorder, told, 0
+        self._recorder, self._told, self.number = recorder, told, 0
         # Memory that was there before the call.
         self._given = {recorder.memory(n) for n, kind in enumerate(recorder.kinds) if kind != COMPUTED}
 
@@ -98,7 +97,7 @@ class Regions:
         for at, step in enumerate(steps):
             if self._is_fused(step, own) and self._is_over(step, own, {n for n in last if last[n] > at}):
                 run.append(step)
-                own |= {self.recorder.memory(n) for n in made_by([step])} if not is_view(step) else set()
+                own |= {self._recorder.memory(n) for n in _made([step])} if not _is_view(step) else set()
             else:
                 found += [run, [step]]
                 run, own = [], set()
@@ -107,32 +106,27 @@ class Regions:
     def _is_fused(self, step: Step, own: set[int]) -> bool:
         function = _kernel(step)
         if function in _PLACED:
-            return self.recorder.memory(step.args[0].number) in own
+            return self._recorder.memory(step.args[0].number) in own
         if not isinstance(function, torch._ops.OpOverload):
             return False
-        if not (torch.Tag.pointwise in function.tags or is_view(step) or function in _FUSED):
+        if not (torch.Tag.pointwise in function.tags or _is_view(step) or function in _FUSED):
             return False
-        tensors = [self.recorder.tensors[n] for n in used_by([step]) | {*made_by([step])}]
+        tensors = [self._recorder.tensors[n] for n in used_by([step]) | {*_made([step])}]
         return torch.Tag.nondeterministic_seeded not in function.tags and all(map(_is_simple, tensors))
 
     def _is_over(self, step: Step, own: set[int], later: set[int]) -> bool:
         # Whether a step changes no memory, but such of the region itself, or such that nobody else needs as
         # it was: the region then has a copy of its own.
-        recorder = self.recorder
-        for n in self.changed(step):
+        recorder = self._recorder
+        for n in self._changed(step):
             memory = recorder.memory(n)
-            others = {each for each in later if recorder.memory(each) == memory and each < made_by([step])[0]}
+            others = {each for each in later if recorder.memory(each) == memory and each < _made([step])[0]}
             copied = memory not in self._given and self._is_whole(n) and not others
             if not (memory in own or copied):
                 return False
         return True
 
-    def fuses(self, step: Step) -> bool:
-        """Whether a step is a kernel that a region can have; views are none."""
-        return self._is_fused(step, set()) and not is_view(step)
-
-    def changed(self, step: Step) -> list[int]:
-        """Slots whose memory a step changes."""
+    def _changed(self, step: Step) -> list[int]:
         function = _kernel(step)
         if not isinstance(function, torch._ops.OpOverload):
             return []
@@ -140,24 +134,24 @@ class Regions:
 
     def _region(self, run: Sequence[Step], behind: set[int]) -> list[Step]:
         # The step of a region, and the views behind it.
-        made, memory = {*made_by(run)}, self.recorder.memory
+        made, memory = {*_made(run)}, self._recorder.memory
         kernels = _kernels(run)
         # Of each memory, the tensor that stands for it behind the region: the only one that is needed there,
         # if it is all of the memory, or the first one that showed it.
-        first = {memory(n): n for n in reversed(made_by(kernels))}
+        first = {memory(n): n for n in reversed(_made(kernels))}
         needed = [n for n in sorted(made & behind) if memory(n) in first]
         times = Counter(map(memory, needed))
         alone = {memory(n): n for n in needed if times[memory(n)] == 1 and self._is_whole(n)}
         results_of = first | alone
         wanted, after = made & behind, list[Step]()
         for step in reversed(run):
-            others = {n for n in made_by([step]) if n in wanted and results_of.get(memory(n)) != n}
-            if others and is_view(step):
+            others = {n for n in _made([step]) if n in wanted and results_of.get(memory(n)) != n}
+            if others and _is_view(step):
                 after.append(step)
                 wanted |= used_by([step]) & made
             elif others:
                 # What was changed in place: the operand itself.
-                (operand,) = self.changed(step)
+                (operand,) = self._changed(step)
                 after.append(Step(_same, (Slot(operand),), {}, step.results, True))
                 wanted.add(operand)
         outputs = [n for n in sorted(wanted) if results_of.get(memory(n)) == n]
@@ -172,21 +166,21 @@ class Regions:
         return [Step(function, given, {}, results, True), *after[::-1]]
 
     def _is_whole(self, number: int) -> bool:
-        x = self.recorder.tensors[number]
+        x = self._recorder.tensors[number]
         return x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
     def _compiled(
         self, run: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]
     ) -> Callable[..., Any] | None:
         # None if the results would have another layout than the recorded ones, or share memory.
-        changed = {n for step in run for n in self.changed(step)}.intersection(inputs)
+        changed = {n for step in run for n in self._changed(step)}.intersection(inputs)
 
         def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             both = zip(inputs, given, strict=True)
             values = {n: x.clone() if n in changed else x for n, x in both}
             for step in run:
                 kernel = _kernel(step)
-                args, kwargs = (filled(some, values) for some in (step.args, step.kwargs))
+                args, kwargs = (_filled(some, values) for some in (step.args, step.kwargs))
                 if (found := _sum(kernel, args, kwargs)) is None:
                     found = kernel(*args, **kwargs)
                 elif found.dtype != (dtype := tensors[step.results.number].dtype):
@@ -194,7 +188,7 @@ class Regions:
                 _assign(step.results, found, values)
             return tuple(values[n] for n in outputs)
 
-        tensors = self.recorder.tensors
+        tensors = self._recorder.tensors
         examples = [tensors[n].detach() for n in inputs]
         key = _text(run, inputs, outputs, examples)
         try:
@@ -231,9 +225,9 @@ def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) 
 
 def _text(run: Sequence[Step], inputs: Any, outputs: Any, examples: Sequence[torch.Tensor]) -> Any:
     # What a region does, with slots numbered anew.
-    numbers = {n: Slot(at) for at, n in enumerate([*inputs, *made_by(run)])}
+    numbers = {n: Slot(at) for at, n in enumerate([*inputs, *_made(run)])}
     steps = [
-        (str(_kernel(step)), filled(step.args, numbers), filled(step.kwargs, numbers), len(made_by([step])))
+        (str(_kernel(step)), _filled(step.args, numbers), _filled(step.kwargs, numbers), len(_made([step])))
         for step in run
     ]
     forms = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in examples]
@@ -246,15 +240,14 @@ def _kernel(step: Step) -> Any:
     return function.args[0] if isinstance(function, partial) and function.args else function
 
 
-def is_view(step: Step) -> bool:
-    """Whether the result of a step shows the memory of its operand."""
+def _is_view(step: Step) -> bool:
     function = _kernel(step)
     return function in _VIEWS or bool(getattr(function, "is_view", False))
 
 
 def _kernels(run: Sequence[Step]) -> list[Step]:
     # Those of a region; of few, torch's.
-    found = [step for step in run if not is_view(step)]
+    found = [step for step in run if not _is_view(step)]
     return found if len(found) >= _FEWEST else []
 
 
@@ -282,8 +275,7 @@ def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return kernel(x, *args, **kwargs | {"dtype": torch.float64})
 
 
-def made_by(steps: Sequence[Step]) -> list[int]:
-    """Slots of the results of steps."""
+def _made(steps: Sequence[Step]) -> list[int]:
     return [slot.number for step in steps for slot in slots_in(step.results)]
 
 
@@ -291,13 +283,13 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def filled(given: Any, values: dict[int, Any]) -> Any:
-    """Arguments of a step with values in the place of slots."""
+def _filled(given: Any, values: dict[int, Any]) -> Any:
+    # Arguments of a step with tensors in the place of slots.
     if isinstance(given, Slot):
         return values[given.number]
     if isinstance(given, dict):
-        return {key: filled(each, values) for key, each in given.items()}
-    return type(given)(filled(each, values) for each in given) if type(given) in (list, tuple) else given
+        return {key: _filled(each, values) for key, each in given.items()}
+    return type(given)(_filled(each, values) for each in given) if type(given) in (list, tuple) else given
 
 
 def _assign(results: Any, found: Any, values: dict[int, torch.Tensor]) -> None:

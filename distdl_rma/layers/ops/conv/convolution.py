@@ -230,21 +230,8 @@ class Convolution(GridConvolution):
             x = x.unflatten(1, (-1, width))[:, :, low:high].flatten(1, 2)
         return self.in_runs(x, block, self._rows(bias))
 
-    def frame(self) -> list[int]:
-        """Elements around own data in the tensor that is convolved, as torch's ``pad`` takes them.
-
-        None if there are several tensors, or if one has not all own data.
-        """
-        held, own = [patch.held for patch in self.parts.rim] if self.overlaps else [], self.parts.own
-        if self.core is not None or len(held) != 1 or held[0] & own != own:
-            return []
-        both = zip(reversed(held[0].bounds), reversed(own.bounds), strict=True)
-        return [n for (low, high), (start, stop) in both for n in (start - low, high - stop)]
-
-    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None, held: Tensor | None = None) -> _Started:
+    def begin(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> _Started:
         """Start the halo; convolve own data, or copy them next to the place of the halo.
-
-        ``held`` has own data there already, with zeros around them (``frame``); ``x`` is the view of them.
 
         The outputs are those of the first patch that gives all of them, or zeros with the bias, to which all
         patches add. They are None if that patch has to wait for the halo, as the joined one does.
@@ -271,8 +258,7 @@ class Convolution(GridConvolution):
             y = core.convolve(x, block, bias)
         if leaving is not None:
             epoch = channel.start(leaving.wait())
-        place = self.held(x, own) if held is None else ([held], [as_words(held)])
-        return epoch, y, *place, block, bias, mark
+        return epoch, y, *self.held(x, own), block, bias, mark
 
     def held(self, x: Tensor, own: Any, halo: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Any]]:
         """Tensors of the rim's patches, with the own data that they read; the halo is uninitialised if ().
@@ -407,11 +393,6 @@ class _HaloSchedule(OperatorFunction):
     """The schedule: the halo travels while own data are convolved, or copied next to its place."""
 
     @staticmethod
-    def frame(*args: Any) -> list[int]:
-        """Elements around the input, for a recording, which appends the tensor with them to ``agreed``."""
-        return args[-1][0].frame()
-
-    @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
@@ -424,11 +405,10 @@ class _HaloSchedule(OperatorFunction):
     ) -> Tensor:
         """Start the halo, own data, wait; then convolve the rim and add the outputs.
 
-        ``agreed`` has the operation and the needs of any rank; with an ``agreement`` it gets them. A
-        recording may append the tensor around ``x``.
+        ``agreed`` has the operation and the needs of any rank; with an ``agreement`` it gets them.
         """
         guess = agreed[0] if agreement is None else agreement.guess
-        started: Any = None if guess is None else guess.begin(x, weight, bias, *agreed[2:])
+        started: Any = None if guess is None else guess.begin(x, weight, bias)
         if agreement is not None:
             if started is not None:
                 started[-1]("")
@@ -437,16 +417,15 @@ class _HaloSchedule(OperatorFunction):
                 # The ranks have agreed on another operation than this rank expected.
                 started = agreed[0].begin(x, weight, bias)
         received: Any
-        (epoch, y, held, elements, block, rows, mark), (operation, needs, *around) = started, agreed
+        (epoch, y, held, elements, block, rows, mark), (operation, needs) = started, agreed
         parts, landings, kept = operation.parts, operation.landings, held
-        ctx.remakes = operation.remakes and not around
         mark("wait")
         channel = operation.halo.forward
         received = channel.receive(epoch) if x.is_cpu else uploaded(channel, epoch, operation.dtype, x.device)
         for (_, view), landing in zip(received, landings, strict=True):
             for number, there, here in landing:
                 elements[number][there] = view[here]
-        if ctx.remakes:
+        if operation.remakes:
             kept = [held[number][there].clone() for number, there, _ in chain(*landings)]
         for patch, data in zip(parts.rim, held, strict=True):
             mark("remote")
@@ -478,7 +457,7 @@ class _HaloSchedule(OperatorFunction):
         mark = ctx.machine.trace.marks(operation.site.name, backward=True)
         mark("remote")
         found, core = list[Found](), operation.core
-        if ctx.remakes:
+        if operation.remakes:
             held, _ = operation.held(x, as_words(x) if x.is_cpu else x, held)
         # A single patch of all data sends its gradients before it computes that of the weight.
         late = needs_halo and needs_weight and core is None and len(held) == 1
