@@ -716,6 +716,22 @@ def test_a_detached_input_among_the_results(P_world):
         assert not any(y.requires_grad for y in model(x))
 
 
+def test_a_norm_whose_result_is_unused_keeps_its_statistics(P_world):
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            y = self.conv(x)
+            self.norm(y.mean((2, 3)))
+            return y
+
+    torch.manual_seed(3)
+    with Pair(Watched()) as pair:
+        assert kinds(pair.train(lambda: torch.rand(2, 2, 9, 8), square, 4)) == [True]
+
+
 def test_a_model_behind_a_compiled_one(P_world):
     """Gradients that arrive are views without the halo."""
     torch.manual_seed(3)

@@ -3,8 +3,8 @@
 ``LocalNorm`` is one operation: its passes over the elements are kernels that are fast alone, and what lies
 between them is numpy's. This form has the same exchanges between kernels that are all seen::
 
-    forward     [x  -> sums]             means      [x, means -> y]
-    backward    [d_y, x -> sums]         means      [d_y, x, both means -> d_x]
+    forward     [x  -> mean, squares]    merged     [x, moments -> y]
+    backward    [d_y, x -> sums]         summed     [d_y, x, means -> d_x]
                  compiled, with what          steps of their own: messages
                  comes before
 
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.ops.core.autograd import OperatorFunction, as_step, first_derivative
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.ops.norm.statistic_groups import NormAxes
-from distdl_rma.layers.ops.norm.statistics import Statistics
+from distdl_rma.layers.ops.norm.statistics import Statistics, without_fp_errors
 
 
 class Rows(NamedTuple):
@@ -58,14 +57,15 @@ class Rows(NamedTuple):
         """Sums over the elements of each row."""
         return x.sum(self.spatial, True).to(torch.float64)
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the elements of each row, and over their squares."""
+    def moments(self, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean of the own elements of each group, and squares about it; ``length`` are their numbers."""
         count = prod(x.shape[2:])
         shift = x.sum(self.spatial, True) / max(count, 1)
         near, first = x - shift, shift.to(torch.float64)
-        rest = self.total(near)
-        squares = self.total(near * near) + first * (2 * rest + first * count)
-        return rest + first * count, squares
+        rest, squares = self.total(near), self.total(near * near)
+        mean = self.sums(rest + first * count) / length
+        first = first - self.spread(mean, x)
+        return mean, self.sums(squares + first * (2 * rest + first * count)).clamp(0)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the rows of each group."""
@@ -99,8 +99,8 @@ class FusibleNorm(OperatorFunction):
     ) -> Tensor:
         """Output of the local tensor; blocking."""
         statistics, rows = plan.statistics, plan.rows
-        total, squares = map(rows.sums, rows.moments(x.to(plan.wide)))
-        moments = _means(total, squares, statistics)
+        mean, squares = rows.moments(x.to(plan.wide), as_tensor(statistics.length))
+        moments = _merged(mean, squares, statistics)
         if update is not None:
             _update(update, moments)
         part = _Part(plan, x, weight, moments)
@@ -125,7 +125,7 @@ class FusibleNorm(OperatorFunction):
         product = (product - part.rest * total) * part.inverse
         if ctx.depends:
             first, second = (rows.sums(part.weighted(each)) for each in (total, product))
-            means = _means(first, second, plan.statistics)
+            means = _summed(first, second, plan.statistics)
             if needs_x:
                 # Once more: two passes that compute them take less time than one that keeps them.
                 part = _Part(plan, x, weight, moments)
@@ -139,14 +139,14 @@ class FusibleNorm(OperatorFunction):
 
 
 class _Part:
-    """Elements and values per row, of one direction; ``shifted`` ones are small against the deviation.
+    """Elements and values per row, of one direction: ``(shifted - rest) * factor`` has the mean 0.
 
-    ``moments`` are means of the elements of each group, and of their squares.
+    ``moments`` are mean and variance of each group. ``shifted`` elements are of the size of the deviation.
     """
 
     def __init__(self, plan: Any, x: Tensor, weight: Tensor | None, moments: Tensor) -> None:
-        mean, squares = (plan.rows.spread(each, x) for each in (moments[0], moments[1]))
-        shift, variance = mean.to(plan.wide), (squares - mean * mean).clamp(0)
+        mean, variance = (plan.rows.spread(each, x) for each in (moments[0], moments[1]))
+        shift = mean.to(plan.wide)
         self.shifted, self.rest = x.to(plan.wide) - shift, mean - shift
         self.inverse = (variance + plan.eps).rsqrt()
         self._weight = None if weight is None else _column(weight, x)
@@ -161,13 +161,20 @@ def _column(parameter: Tensor, x: Tensor) -> Tensor:
 
 
 @as_step
+@without_fp_errors
 def _update(update: Callable[..., None], moments: Tensor) -> None:
-    mean, squares = as_array(moments)
-    update((mean, np.maximum(squares - mean * mean, 0)))
+    update((*as_array(moments),))
 
 
 @as_step
-def _means(first: Tensor, second: Tensor, statistics: Statistics) -> Tensor:
+@without_fp_errors
+def _merged(mean: Tensor, squares: Tensor, statistics: Statistics) -> Tensor:
+    # Mean and variance of each group over the ranks, (2, *groups); blocking.
+    return as_tensor(statistics.merged(as_array(mean), as_array(squares)))
+
+
+@as_step
+def _summed(first: Tensor, second: Tensor, statistics: Statistics) -> Tensor:
     # Sums over own elements of each group, over the number of all elements, (2, *groups); blocking.
     pair = statistics.pair()
     pair[0], pair[1] = as_array(first), as_array(second)
