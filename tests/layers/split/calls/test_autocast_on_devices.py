@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from distdl_rma import UnsupportedError, distribute, shard
 from distdl_rma.layers import staging
 from distdl_rma.layers.split.calls.autocast import ON_DEVICES, castable, dtype_for
-from tests.fake_device import NAME, needs_fake_device
+from tests.fake_device import NAME, needs_fake_device, register
 from tests.layers.split.calls.test_autocast import FUNCTIONS
 
 pytestmark = [
@@ -53,7 +53,9 @@ def converting(op):
 
 
 @pytest.fixture
-def device(device, monkeypatch):
+def device(monkeypatch):
+    device = register()
+    monkeypatch.setattr(staging, "ASYNCHRONOUS", {NAME})
     monkeypatch.setattr(staging, "AUTOCASTING", [*staging.AUTOCASTING, NAME])
     if not KERNELS:
         library, known = torch.library.Library("aten", "IMPL"), frozenset().union(*ON_DEVICES)
