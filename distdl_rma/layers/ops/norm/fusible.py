@@ -58,14 +58,15 @@ class Rows(NamedTuple):
         return x.sum(self.spatial, True).to(torch.float64)
 
     def moments(self, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean of the own elements of each group, and squares about it; ``length`` are their numbers."""
+        """Mean of the own elements of each group, and sum of squares about it; ``length`` is their number."""
         count = prod(x.shape[2:])
         shift = x.sum(self.spatial, True) / max(count, 1)
-        near, first = x - shift, shift.to(torch.float64)
-        rest, squares = self.total(near), self.total(near * near)
-        mean = self.sums(rest + first * count) / length
-        first = first - self.spread(mean, x)
-        return mean, self.sums(squares + first * (2 * rest + first * count)).clamp(0)
+        shifted, exact = x - shift, shift.to(torch.float64)
+        rest, squares = self.total(shifted), self.total(shifted * shifted)
+        mean = self.sums(rest + exact * count) / length
+        # From squares about the shift of each row to squares about the mean of the group.
+        moved = exact - self.spread(mean, x)
+        return mean, self.sums(squares + moved * (2 * rest + moved * count)).clamp(0)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over the rows of each group."""
