@@ -256,8 +256,9 @@ def _is_simple(x: torch.Tensor) -> bool:
 
 
 def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    # A sum of floats; None for all other kernels. Compiled code adds elements one after the other, and converts
-    # them to float64 one by one. So few neighbours are added in their type, and these sums in float64.
+    # A sum of floats; None for all other kernels. Compiled code adds elements one after the other, and
+    # converts them to float64 one by one. So few neighbours are added in their type, and these sums in
+    # float64.
     if kernel is _aten.mse_loss.default and args[2:] != (0,):
         kernel = _aten.sum.default if args[2:] == (2,) else _aten.mean.default
         args = ((args[0] - args[1]).square(),)
