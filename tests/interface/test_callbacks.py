@@ -9,19 +9,19 @@ from torch import nn
 
 from distdl_rma import ConfigurationError, GradientSync, Machine, ProtocolError, zero_volume_tensor
 from distdl_rma.layers import (
-    DistributedBatchNorm2d,
     DistributedConv2d,
-    DistributedGroupNorm,
     DistributedInstanceNorm2d,
     DistributedLinear,
     DistributedMSELoss,
     Repartition,
 )
-from tests.layers.ops.places import segment_of, watch
-from tests.layers.partitioned.every_layer import rows
 from tests.layers.partitioned.sequential import shard
 
 pytestmark = pytest.mark.mpi
+
+
+def rows(P_world):
+    return P_world.create_cartesian_topology_partition((1, 1, P_world.size, 1))
 
 
 def test_a9_ranks_that_hold_copies_of_the_same_weights_are_listed_in_the_order_of_m(comm):
@@ -45,7 +45,11 @@ def test_a9_ranks_that_hold_copies_of_the_same_weights_are_listed_in_the_order_o
         assert DistributedLinear(P_f, P_f, P_b, 3, 4).get_ranks_synch_weights() == []
 
 
-def test_a9_what_is_no_callback_is_refused(P_world):
+def test_a9_the_callback_may_be_given_and_wins(P_world, comm):
+    layer = DistributedConv2d(rows(P_world), 1, 1, 1, get_ranks_synch_weights=lambda: [comm.rank])
+    assert layer.get_ranks_synch_weights() == [comm.rank]
+    layer(torch.full((1, 1, 2, 3), float(comm.rank))).sum().backward()
+    assert layer.weight.grad == 6 * comm.rank
     with pytest.raises(TypeError, match="unexpected keyword argument 'get_ranks_synch_weight'"):
         Repartition(rows(P_world), rows(P_world), get_ranks_synch_weight=list)
     with pytest.raises(ConfigurationError, match="get_sizeof_norm is a function without arguments, got 3"):
@@ -87,28 +91,41 @@ def test_a15_gradients_are_written_straight_into_the_segment(P_world, comm):
     model = nn.Sequential(
         DistributedConv2d(P_x, 2, 4, 3, padding=1),
         DistributedInstanceNorm2d(P_x, 4, affine=True),
-        DistributedBatchNorm2d(P_x, 4),
-        DistributedGroupNorm(P_x, 2, 4),
         nn.ELU(),
         DistributedConv2d(P_x, 4, 2, 3, padding=1),
     )
-    layers = [layer for layer in model if not isinstance(layer, nn.ELU)]
     sync = GradientSync(model, P_world, bucket_nbytes=0)
-    offered, segment = [watch(layer.placed) for layer in layers], segment_of(Machine.of(P_world))
+    memory = Machine.of(P_world).segments.segment.memory
+    begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     addresses = []
     for _ in range(4):
         model.zero_grad()
+        written = {}
+        for layer in (model[0], model[1], model[3]):
+            for key, (parameter, offer) in list(layer.placed.taken_over.items()):
+                layer.placed.take_over(key, parameter, _watched(offer, written, f"{layer.name}.{key}"))
         model(shard(P_x, torch.randn(1, 2, 9, 7))).square().sum().backward()
-        for layer, places in zip(layers, offered, strict=True):
+        for layer in (model[0], model[1], model[3]):
             for key, parameter in layer.named_parameters():
-                assert parameter.grad.data_ptr() == places[key][-1] in segment
+                assert parameter.grad.data_ptr() == written[f"{layer.name}.{key}"]
+                assert begin <= parameter.grad.data_ptr() < end
         addresses.append(model[0].weight.grad.data_ptr())
     assert addresses[0] == addresses[2] != addresses[1] == addresses[3], "double buffered"
     assert sum(row["copied_nbytes"] for row in sync.describe()) == 0
-    held = sum(layer.get_sizeof_gradients() for layer in layers)
+    held = sum(layer.get_sizeof_gradients() for layer in (model[0], model[1], model[3]))
     assert sum(row["in_place_nbytes"] for row in sync.describe()) == 4 * held
     sync.close()
-    assert not any(parameter.grad.data_ptr() in segment for parameter in model.parameters())
+    assert not any(begin <= parameter.grad.data_ptr() < end for parameter in model.parameters())
+
+
+def _watched(offer, written, name):
+    def claim():
+        place = offer()
+        if place is not None:
+            written[name] = place.data_ptr()
+        return place
+
+    return claim
 
 
 def test_a15_sizes_and_ranks_are_those_of_the_callbacks(P_world, comm):
