@@ -185,6 +185,16 @@ def test_layers_of_some_ranks_lie_between_layers_of_all(P_world, comm):
     sync.close()
 
 
+@pytest.mark.processes
+@pytest.mark.mpi(min_size=2)
+def test_a_profile_shows_when_sums_start_and_how_long_they_are_waited_for(P_world, comm):
+    plain = nn.Linear(3, 2)
+    with GradientSync(plain, P_world), torch.profiler.profile() as profile:
+        plain(torch.ones(1, 3)).sum().backward()
+    names = [event.name for event in profile.events()]
+    assert "GradientSync: start gradients 0" in names and "GradientSync: wait gradients 0" in names
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
