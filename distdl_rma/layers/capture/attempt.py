@@ -58,7 +58,7 @@ class Attempt:
     ) -> None:
         graph = torch.is_grad_enabled()
         tables: list[dict[str, Any]] = [module._parameters for module in state.modules]
-        before, known = [each.copy() for each in tables], {*map(id, state.learnt.values())}
+        known = {*map(id, state.learnt.values())}
         learnt = {
             id(p): _stand_in(p, weights.get(id(p), p))
             for p in chain.from_iterable(map(dict.values, tables))
@@ -68,14 +68,11 @@ class Attempt:
         # In the order in which a replay returns gradients.
         ends = [learnt[id(p)] for p in state.learnt.values()] if graph else []
         self.ends = [*ends, *(x for x in blocks if graph and x.requires_grad)]
-        try:
-            for each in tables:
-                each.update({key: learnt.get(id(p), p) for key, p in each.items()})
-            args, kwargs = given.rebuilt(blocks)
+        # Tables of parameters, and what they are in the call.
+        self._tables = [(each, {key: learnt.get(id(p), p) for key, p in each.items()}) for each in tables]
+        args, kwargs = given.rebuilt(blocks)
+        with self._replaced():
             found = function(*args, **kwargs)
-        finally:
-            for each, old in zip(tables, before, strict=True):
-                each.update(old)
         leaves, form = tree_flatten(found)
         self._form = None if isinstance(found, torch.Tensor) else form
         # What the model returned, and of tensors among it, the blocks.
@@ -101,7 +98,18 @@ class Attempt:
         """Keep the form of what the model returned only, and no tensor of the call."""
         none = torch.empty(0)
         self._leaves = [split_like(x, none) if isinstance(x, torch.Tensor) else x for x in self._leaves]
-        self.ends, self.results = [], []
+        self.ends, self.results, self._tables = [], [], []
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        before = [each.copy() for each, _ in self._tables]
+        try:
+            for each, new in self._tables:
+                each.update(new)
+            yield
+        finally:
+            for (each, _), old in zip(self._tables, before, strict=True):
+                each.update(old)
 
     def gradients(
         self, chosen: Sequence[int], given: Sequence[torch.Tensor | None]
@@ -110,9 +118,10 @@ class Attempt:
         roots = [self.results[n] for n, x in zip(chosen, given, strict=True) if x is not None]
         values, engine = [x for x in given if x is not None], torch.autograd.Variable._execution_engine
         # keep_graph is True, create_graph False, allow_unreachable True, accumulate_grad False.
-        found: Any = engine.run_backward(
-            tuple(roots), tuple(values), True, False, tuple(self.ends), True, False
-        )
+        how = True, False, tuple(self.ends), True, False
+        # A checkpoint calls modules again.
+        with self._replaced():
+            found: Any = engine.run_backward(tuple(roots), tuple(values), *how)
         return [*found]
 
     @property

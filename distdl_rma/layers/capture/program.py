@@ -88,9 +88,14 @@ class Program:
         made = {slot.number for step in back for slot in slots_in(step.results)}
         behind = {slot.number for slot in slots_in([*found, *[(step.args, step.kwargs) for step in back]])}
         behind -= made | {slot.number for slot in gradients}
-        # In the order of slots, which is the same in each process.
-        saved = [f"v{n}" for n in sorted(behind) if recorder.kinds[n] != CONSTANT]
-        contexts = [f"c{n}" for n in sorted({step.context for step in back if step.context is not None})]
+        # A checkpoint reads parameters and buffers as they then are. All others are saved, in the order of
+        # slots, which is the same in each process.
+        again = [step for step in back if step.again]
+        unsaved = used_by(again) - used_by(step for step in back if not step.again)
+        unsaved = {n for n in unsaved if recorder.kinds[n] == STATE}
+        saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
+        numbers = {step.context for step in back} - {None, *[step.context for step in again]}
+        contexts = [f"c{n}" for n in sorted(numbers)]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:
             forth = regions.of(forth, behind | {slot.number for slot in outputs})
@@ -154,6 +159,7 @@ class Program:
         stay = {*_NAMES.findall(" ".join(ends.values()))}
         made = {f"v{slot.number}" for step in steps for slot in slots_in(step.results)} | {*arguments}
         last = {f"v{n}": at for n, at in _last_uses(steps).items()}
+        used = {f"c{step.context}" for step in steps if step.backward}
         for at, step in enumerate(steps):
             lines += [f" {ends[at]}"] if at in ends else []
             given = [f"c{step.context}"] if step.backward else []
@@ -167,6 +173,7 @@ class Program:
             lines += [f" c{step.context}.saved_tensors = ()"] if step.backward else []
             own = {f"v{n}" for n in used_by([step])} | {f"v{slot.number}" for slot in slots_in(step.results)}
             over = [name for name in own & made - stay if last.get(name, at) <= at]
+            over += [context[:-2]] if context and context[:-2] not in stay | used else []
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
         # The text has nothing but numbered names and numbers.
@@ -287,11 +294,11 @@ class InGraph(OperatorFunction):
     ) -> tuple[torch.Tensor, ...]:
         """The outputs; those that are not differentiable get no graph."""
         ctx.backward_of, ctx.machine, ctx.contexts = backward, backward.call.machine, kept.contexts
-        ctx.counts = [len(each.to_save) for each in kept.contexts]
+        ctx.counts = [len(each.saved_tensors) for each in kept.contexts]
         saved = [*kept.tensors]
         for each in kept.contexts:
-            saved += each.to_save
-            each.to_save = ()
+            saved += each.saved_tensors
+            each.saved_tensors = ()
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         # Others than those that the program has: these may be what saved views are views of.

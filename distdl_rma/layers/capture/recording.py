@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import getclosurevars
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -92,6 +93,8 @@ class Step(NamedTuple):
     # Number of the operation, and whether the step is its backward.
     context: int | None = None
     backward: bool = False
+    # Whether it is in the backward because a checkpoint computes its forward again there.
+    again: bool = False
 
 
 class Context:
@@ -99,12 +102,11 @@ class Context:
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
-        self.to_save: tuple[Any, ...] = ()
         self.saved_tensors: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors; whoever replays takes them out, so that torch frees them after the backward."""
-        self.to_save = tensors
+        self.saved_tensors = tensors
 
     def mark_dirty(self, *_: Any) -> None:
         """Nothing: the graph that torch sees ends before."""
@@ -171,6 +173,10 @@ class Recorder:
         self._by_view: dict[Any, int] = {}
         self._by_memory: dict[int, int] = {}
         self._contexts = 0
+        # Numbers of operations in the forward of a checkpoint, and of the same in its recomputation; those
+        # that a recomputation, if one runs, has still to meet.
+        self._anew: dict[int, int] = {}
+        self._left: Iterator[int] | None = None
         self._modes: tuple[Any, ...] = _Kernels(self), _Reads(self)
         # Memory of parameters for which others stand in the recorded call: only modules show the others.
         self._replaced = {x.untyped_storage()._cdata for x in state if id(x) in others and x.numel()}
@@ -286,7 +292,7 @@ class Recorder:
 
     def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a kernel of torch, and note it."""
-        self._check_graph()
+        self._checkpoint()
         operands = tensors_in(args, kwargs)
         given, named = self.slots(args), {key: self.slots(each) for key, each in kwargs.items()}
         kinds = {self.kinds[self.slot(x).number] for x in operands}
@@ -312,7 +318,9 @@ class Recorder:
         else:
             # Batch norms of torch change running statistics, and do not say so.
             pure = not (random or func._schema.is_mutable or "batch_norm" in func._schema.name)
-            self.steps.append(Step(run, given, named, self.results(found), pure))
+            # A buffer that was changed in place stays what it is: the model's.
+            same = isinstance(found, torch.Tensor) and self._by_id.get(id(found)) in self.bound
+            self.steps.append(Step(run, given, named, None if same else self.results(found), pure))
         return found
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -331,9 +339,35 @@ class Recorder:
             if kind in {INPUT, CONSTANT} or (kind == STATE and self.tensors[base or 0].requires_grad):
                 self.refuse(f"{name} changes {kind} in place, which is no buffer")
 
-    def _check_graph(self) -> None:
-        if _hooks_of_saved(False) is not None:
-            self.refuse("saved tensors pass through hooks, as of a checkpoint, which compute them again")
+    def _checkpoint(self) -> list[int]:
+        # Operations of the checkpoint whose forward runs. When it begins, its recomputation is told of us.
+        hooks = _hooks_of_saved(False)
+        if hooks is None:
+            return []
+        if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+            if self._left is None:
+                self.refuse("saved tensors pass through hooks, which are none of torch's checkpoint")
+            return []
+        if self._left is not None:
+            self.refuse("a checkpoint is within another one")
+        frame = getclosurevars(hooks[0]).nonlocals["frame"]
+        if not isinstance(frame.recompute_fn, _Again):
+            numbers = torch.get_rng_state()
+            self.steps.append(Step(torch.get_rng_state, (), {}, self.results(numbers), False))
+            frame.recompute_fn = _Again(frame.recompute_fn, numbers)
+        return frame.recompute_fn.operations
+
+    @contextmanager
+    def again(self, operations: Sequence[int], numbers: torch.Tensor) -> Iterator[None]:
+        """Context of the recomputation of a checkpoint, within a backward; it draws the same ``numbers``."""
+        at, self._left = len(self.steps), iter(operations)
+        before = self.called(_begin_random, numbers)
+        try:
+            yield
+        finally:
+            self.called(_begin_random, before)
+            self._left = None
+            self.steps[at:] = [step._replace(again=True) for step in self.steps[at:]]
 
     def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
         """Apply an autograd function; its forward and its backward are steps."""
@@ -347,8 +381,11 @@ class Recorder:
             self.refuse(
                 "full_tensor() in a graph, an autograd function of the user's or a backward hook of a module"
             )
-        self._check_graph()
+        operations = self._checkpoint()
         self._contexts, ctx.noted = self._contexts + 1, self._contexts
+        operations.append(ctx.noted)
+        if self._left is not None:
+            self._anew[next(self._left, -1)] = ctx.noted
         given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
         with self.paused():
             found = function.forward(ctx, *args)
@@ -357,22 +394,43 @@ class Recorder:
 
     def backward(self, function: type[OperatorFunction], ctx: Any, gradients: Sequence[Any]) -> Any:
         """Run the backward of an autograd function as one step."""
-        given = self.slots(tuple(gradients))
+        given, same = self.slots(tuple(gradients)), Context(ctx.needs_input_grad)
+        # A checkpoint computes them again now, as steps, and hands them out only once.
+        vars(same).update(vars(ctx), saved_tensors=ctx.saved_tensors)
         with self.paused():
-            found = function.backward(ctx, *gradients)
-        step: Any = function.backward
-        self.steps.append(Step(step, given, {}, self.results(found), False, ctx.noted, True))
+            found = function.backward(same, *gradients)
+        step, number = function.backward, self._anew.get(ctx.noted, ctx.noted)
+        self.steps.append(Step(step, given, {}, self.results(found), False, number, True))
         return found
 
     def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as one step."""
         if any(isinstance(each, torch.Generator) for each in kwargs.values()):
             self.refuse("numbers are drawn from a generator of its own, not from torch's default one")
+        self._checkpoint()
         given = self.slots(args)
         with self.paused():
             found = function(*args, **kwargs)
         self.steps.append(Step(function, given, kwargs, self.results(found), False))
         return found
+
+
+class _Again:
+    """Runs the forward of a checkpoint again, for torch. ``operations`` are the numbers of those in it."""
+
+    def __init__(self, run: Callable[..., object], numbers: torch.Tensor) -> None:
+        self._run, self._numbers, self.operations = run, numbers, list[int]()
+
+    def __call__(self, *args: Any) -> None:
+        with RECORDINGS[-1].again(self.operations, self._numbers):
+            self._run(*args)
+
+
+def _begin_random(numbers: torch.Tensor) -> torch.Tensor:
+    # Sets the state of torch's random numbers, and returns what it was.
+    before = torch.get_rng_state()
+    torch.set_rng_state(numbers)
+    return before
 
 
 def _below_autocast(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -120,9 +120,10 @@ class Regions:
         recorder = self._recorder
         for n in self._changed(step):
             memory = recorder.memory(n)
+            if memory in self._given:
+                return False
             others = {each for each in later if recorder.memory(each) == memory and each < _made([step])[0]}
-            copied = memory not in self._given and self._is_whole(n) and not others
-            if not (memory in own or copied):
+            if not (memory in own or (self._is_whole(n) and not others)):
                 return False
         return True
 
