@@ -94,7 +94,7 @@ class Program:
         unsaved = used_by(again) - used_by(step for step in back if not step.again)
         unsaved = {n for n in unsaved if recorder.kinds[n] == STATE}
         saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
-        numbers = {step.context for step in back} - {None, *[step.context for step in again]}
+        numbers = {step.context for step in back if step.context is not None} - {s.context for s in again}
         contexts = [f"c{n}" for n in sorted(numbers)]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from inspect import getclosurevars
 from itertools import chain
@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl_rma.layers.checks.user_frames import user_line
-from distdl_rma.layers.ops.core.autograd import RECORDINGS, OperatorFunction
+from distdl_rma.layers.ops.core.autograd import RECORDINGS, OperatorFunction, hooks_of_saved
 from distdl_rma.layers.ops.core.tensors import AUTOCASTS
 from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import module_path
@@ -61,7 +61,6 @@ _REFUSED: dict[Any, str] = {
     torch.Tensor.register_hook: "registers a hook of a tensor",
     torch.Tensor.register_post_accumulate_grad_hook: "registers a hook of a tensor",
 }
-_hooks_of_saved: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 # Kernels that return their operand as it is, below autograd.
 _SAME = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _VIEW = torch.ops.aten.view.default
@@ -177,7 +176,6 @@ class Recorder:
         # that a recomputation, if one runs, has still to meet.
         self._anew: dict[int, int] = {}
         self._left: Iterator[int] | None = None
-        self._modes: tuple[Any, ...] = _Kernels(self), _Reads(self)
         # Memory of parameters for which others stand in the recorded call: only modules show the others.
         self._replaced = {x.untyped_storage()._cdata for x in state if id(x) in others and x.numel()}
         for x in state:
@@ -187,13 +185,14 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         RECORDINGS.append(self)
-        for mode in self._modes:
-            mode.__enter__()
+        self._modes = ExitStack()
+        for mode in (_Kernels(self), _Reads(self)):
+            self._modes.enter_context(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
+        # No cycle is left: the recording, with all its tensors, is freed as soon as it is of no use.
+        self._modes.close()
         RECORDINGS.pop()
 
     def unnoted(self, make: Callable[[], R]) -> R:
@@ -341,7 +340,7 @@ class Recorder:
 
     def _checkpoint(self) -> list[int]:
         # Operations of the checkpoint whose forward runs. When it begins, its recomputation is told of us.
-        hooks = _hooks_of_saved(False)
+        hooks = hooks_of_saved(False)
         if hooks is None:
             return []
         if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
@@ -351,11 +350,11 @@ class Recorder:
         if self._left is not None:
             self.refuse("a checkpoint is within another one")
         frame = getclosurevars(hooks[0]).nonlocals["frame"]
-        if not isinstance(frame.recompute_fn, _Again):
+        if getattr(frame.recompute_fn, "func", None) is not _again:
             numbers = torch.get_rng_state()
             self.steps.append(Step(torch.get_rng_state, (), {}, self.results(numbers), False))
-            frame.recompute_fn = _Again(frame.recompute_fn, numbers)
-        return frame.recompute_fn.operations
+            frame.recompute_fn = partial(_again, frame.recompute_fn, list[int](), numbers)
+        return frame.recompute_fn.args[1]
 
     @contextmanager
     def again(self, operations: Sequence[int], numbers: torch.Tensor) -> Iterator[None]:
@@ -415,15 +414,10 @@ class Recorder:
         return found
 
 
-class _Again:
-    """Runs the forward of a checkpoint again, for torch. ``operations`` are the numbers of those in it."""
-
-    def __init__(self, run: Callable[..., object], numbers: torch.Tensor) -> None:
-        self._run, self._numbers, self.operations = run, numbers, list[int]()
-
-    def __call__(self, *args: Any) -> None:
-        with RECORDINGS[-1].again(self.operations, self._numbers):
-            self._run(*args)
+def _again(run: Callable[..., object], operations: Sequence[int], numbers: torch.Tensor, *args: Any) -> None:
+    # What torch calls in place of ``run``, which calls the function of a checkpoint again.
+    with RECORDINGS[-1].again(operations, numbers):
+        run(*args)
 
 
 def _begin_random(numbers: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,8 @@ from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import is_readable
-from distdl_rma.layers.ops.core.autograd import compiles, tracer
+from distdl_rma.layers.ops.core.autograd import compiles, hooks_of_saved, tracer
+from distdl_rma.layers.ops.core.result_memory import give_back
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import CALL_TRACES
@@ -67,7 +68,6 @@ _ROUNDING = 3.0
 # Times the deadline of a wait for others: they may compile for minutes.
 _PATIENCE = 20
 _has_any_global_hook: Any = torch_module._has_any_global_hook
-_hooks_of_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
 
 
@@ -249,21 +249,20 @@ class Compiled:
 
     def _captured(self, found: Given, state: State, strides: Sequence[tuple[int, ...] | None]) -> Captured:
         given = self._function, found, state, strides, self.agreed, self._handle.bucket_nbytes
-        if not self.fuses:
-            return record(*given)
-        try:
-            with _compiling(self._handle.name, self.machine) as told:
-                captured = record(*given, told)
-            # The compiler leaves cycles of objects behind: more memory than a step takes.
-            gc.collect()
-            return captured
-        except CompilerError as error:
-            self.fuses = False
-            warn_user(
-                f"{self._handle.name}: compile: Inductor compiles nothing here, so calls are replayed by"
-                f" torch's kernels, as by compile(backend='replay'): {error}"
-            )
-            return record(*given)
+        with _compiling(self._handle.name, self.machine) as told:
+            try:
+                return record(*given, told if self.fuses else None)
+            except CompilerError as error:
+                self.fuses = False
+                warn_user(
+                    f"{self._handle.name}: compile: Inductor compiles nothing here, so calls are replayed by"
+                    f" torch's kernels, as by compile(backend='replay'): {error}"
+                )
+                return record(*given)
+            finally:
+                # The compiler leaves cycles of objects behind, and the recording all tensors of the call.
+                gc.collect() if self.fuses else None
+                give_back()
 
     def _refuse(self, why: str) -> None:
         text = f"{self._handle.name}: compile: a call cannot be replayed: {why}"
@@ -430,6 +429,8 @@ class _Comparison:
             allowed = replay.rounding and replay.rounding * _largest([*true, *gradients])
             different = _first_different(names, found, true, lambda _: allowed)
             kind.known = not owner.is_different(kind, different)
+            # The first step takes more memory than the others.
+            give_back()
         some += true
         yield
 
@@ -467,7 +468,7 @@ def _usual() -> bool:
         compiles() is not None
         or tracer()
         or torch.is_inference_mode_enabled()
-        or _hooks_of_saved(False) is not None
+        or hooks_of_saved(False) is not None
         or _has_any_global_hook()
         or OBSERVERS
         or forward_ad._current_level >= 0

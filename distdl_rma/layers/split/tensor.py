@@ -43,6 +43,7 @@ from distdl_rma.layers.ops.core.autograd import (
     ENOUGH,
     breaks_graph,
     compiles,
+    hooks_of_saved,
     may_recompute,
     recomputed_by_all,
     run_eager,
@@ -68,7 +69,6 @@ _NO_SUBCLASS = torch._C.DisableTorchFunctionSubclass
 _ONE_ALONE = frozenset({"query", "value", "refused"})
 # Kinds whose ranks exchange data: with a checkpoint, all ranks recompute them, or none does.
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
-_hooks_of_saved = torch._C._autograd._top_saved_tensors_default_hooks
 _NOTHING: dict[str, Any] = {}
 # Shape queries that torch makes within its own code.
 _QUERIES = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
@@ -410,7 +410,7 @@ class SplitTensor(torch.Tensor):
                         rule.handler if forward_ad._current_level < 0 else partial(_without_tangents, rule)
                     )
                     found = handler(func, args, kwargs or {})
-                    if rule.kind in _EXCHANGING and _hooks_of_saved(False) is not None and may_recompute():
+                    if rule.kind in _EXCHANGING and hooks_of_saved(False) is not None and may_recompute():
                         _recompute_by_all(found, args, kwargs)
                 if LOSS_ORIGIN.on and not CALL_TRACES:
                     LOSS_ORIGIN.follow(rule.kind, func, args, kwargs or _NOTHING, found)

@@ -393,6 +393,52 @@ def test_hooks_modes_and_options(P_world, comm):
     assert "compile" not in vars(model)
 
 
+class Again(nn.Sequential):
+    """Parts of a model, of which a checkpoint saves the inputs alone."""
+
+    def forward(self, x):
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+def deep(kind=Again):
+    """Parts that draw numbers, change buffers, and save a tensor in each of their functions."""
+    parts = [
+        nn.Sequential(nn.Conv2d(n, 8, 3, padding=1), norm, nn.ELU(), nn.Dropout(0.3), nn.Sigmoid())
+        for n, norm in ((1, nn.BatchNorm2d(8)), (8, nn.GroupNorm(2, 8)), (8, nn.BatchNorm2d(8)))
+    ]
+    return kind(*parts, nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.Dropout2d(0.4), nn.LogSoftmax(1)))
+
+
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.parametrize("rows", [2, 13])
+def test_checkpoints_compute_their_forward_again(P_world, rows):
+    torch.manual_seed(3)
+    with Pair(deep()) as pair, Pair(deep(nn.Sequential)) as other:
+
+        def step(model, optimizer):
+            optimizer.zero_grad()
+            first, second = model(x), model(x * 2)
+            (square(second) + square(first)).backward()
+            optimizer.step()
+            return first.std()
+
+        for at in range(4):
+            torch.manual_seed(at)
+            x = torch.rand(2, 1, rows, 12)
+            with torch.autocast("cpu", enabled=at == 3):
+                pair.both(step)
+        (known, half), saved = pair.models[1]._compiled_call_impl.kinds, []
+        assert (known.known, half.known) == (True, True)
+        other.train(lambda: x)
+        for model in (pair.models[1], other.models[1]):
+            y = model(x)._local
+            saved.append(sum(each.nbytes for each in y.grad_fn.saved_tensors if each is not None))
+        # Inputs of parts, and what torch saves of random numbers; all results of functions.
+        assert saved[0] < saved[1] / 2 + 20_000, saved
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_hooks(P_world, dtype):
     factor = [0.5]
@@ -589,6 +635,16 @@ def _registers(model, x):
     return y.mean()
 
 
+def _twice_again(model, x):
+    inner = partial(checkpoint, model, use_reentrant=False)
+    return checkpoint(lambda x: inner(x).relu(), x, use_reentrant=False).mean()
+
+
+def _saved_elsewhere(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        return model(x).mean()
+
+
 def _two_views(model, x):
     y = model(x)
     return y, y[:, :1]
@@ -601,7 +657,8 @@ STEPS = {
     "autograd.grad": (lambda m, x: torch.autograd.grad(m(x).mean(), m.weight)[0].sum(), "autograd.grad"),
     "a hook of a tensor": (_registers, "a hook of a"),
     "data": (lambda m, x: setattr(m.bias, "data", m.bias + 1) or m(x).mean(), "sets the .data"),
-    "a checkpoint": (lambda m, x: checkpoint(m, x, use_reentrant=False).mean(), "of a checkpoint"),
+    "a checkpoint in another one": (_twice_again, "within another one"),
+    "a saved tensor elsewhere": (_saved_elsewhere, "none of torch's checkpoint"),
     "a time": (lambda m, x: (m(x).mean(), time.time()), "a plain result"),
     "two views": (_two_views, "show the same memory"),
 }

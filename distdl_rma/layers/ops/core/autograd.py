@@ -46,7 +46,7 @@ _REASON = "distributed layers exchange data with other ranks, which is no part o
 # Hooks of the compiler into function calls. They are part of torch itself: the compiler is not imported.
 _frames: Any = torch._C._dynamo.eval_frame
 compiles: Callable[[], object] = _frames.get_eval_frame_callback
-_hooks_of_saved: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+hooks_of_saved: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
@@ -188,7 +188,7 @@ def reports_failures(forward: Callable[Concatenate[L, Q], R]) -> Callable[Concat
             if compiles() is not None:
                 return run_eager(forward, layer, *args, **kwargs)
             found: Any = forward(layer, *args, **kwargs)
-            if _hooks_of_saved(False) is not None and type(found) is torch.Tensor and may_recompute():
+            if hooks_of_saved(False) is not None and type(found) is torch.Tensor and may_recompute():
                 found = recomputed_by_all(found)
             return found
         except ENOUGH:
@@ -360,7 +360,7 @@ def keeps_values(pack: F) -> F:
 
 def may_recompute() -> bool:
     """Whether the hooks of saved tensors that are in place may be those of a checkpoint."""
-    hooks: Any = _hooks_of_saved(False)
+    hooks = hooks_of_saved(False)
     return hooks is not None and not hasattr(hooks[0], _KEEPS_VALUES)
 
 

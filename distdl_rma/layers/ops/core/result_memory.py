@@ -8,6 +8,7 @@ a tensor here.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -49,6 +50,14 @@ def idle_memory(nbytes: int) -> Iterator[None]:
     finally:
         _results.limit = before
         _results.drop_idle()
+
+
+def give_back() -> None:
+    """Give memory that no tensor uses to the system: results', and pages that the GNU C library keeps."""
+    _results.drop_idle()
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def result(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:
