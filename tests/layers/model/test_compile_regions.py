@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError, capture, distribute, shard
 from distdl_rma.layers.capture import regions
-from tests.layers.model.test_compile import convs, square
+from tests.layers.model.test_compile import convs, deep, square
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.in_turn(2, 3)]
 
@@ -117,6 +117,7 @@ MODELS = {
     ),
     "norms": (Grouped, lambda: torch.rand(2, 6, 6, 5) + 50, {"H": -1}),
     "operands of several": (Shared, lambda: torch.rand(2, 1, 11, 14), {"W": -1}),
+    "checkpoints": (lambda: deep()[:2], lambda: torch.rand(2, 1, 12, 8), {"H": -1}),
     "in place": (Changing, lambda: torch.rand(2, 1, 12, 8), {"H": -1}),
 }
 
