@@ -116,7 +116,7 @@ class Program:
         self._forward = self._function(forth, inputs, {len(forth): f"return {end}"})
         given = [f"v{slot.number}" for slot in gradients]
         # Number of the step behind which the memory of each gradient is complete.
-        memory = [x.untyped_storage()._cdata if x.layout is torch.strided else 0 for x in recorder.tensors]
+        memory = [*map(recorder.memory, range(len(recorder.tensors)))]
         last = {memory[n]: at for n, at in sorted(_last_uses(back).items(), key=itemgetter(1))}
         ready = [-1 if slot is None else last.get(memory[slot.number], -1) for slot in found]
         returned = {f"v{slot.number}" for slot in found if slot is not None and slot.number in made}

@@ -14,12 +14,14 @@ are exactly those that the split model takes, with all choices of kernels made, 
 nothing of recordings.
 
 A step names its operands by the *memory* that they show: torch hands a saved tensor out as a new object,
-and what is changed in place stays where it is. The recording keeps all tensors alive, so that no memory is
-used twice::
+and what is changed in place stays where it is::
 
     memory is known, same view     the slot of that tensor
     memory is known, other view    a new slot, a view of that tensor
     unknown                        a constant, such as a table that a rule has kept
+
+The recording keeps no computed tensor alive, and so takes no more memory than the call. It has a weak
+reference to each storage instead: torch then uses no address of a storage twice, even if its memory is.
 
 A constant may have been computed of data behind the recording's back, as by numpy. What can be seen of this
 is refused (``problem``), the rest shows when a replay is compared with the split model on other data.
@@ -36,6 +38,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,6 +97,18 @@ class Step(NamedTuple):
     backward: bool = False
     # Whether it is in the backward because a checkpoint computes its forward again there.
     again: bool = False
+
+
+class Memory(NamedTuple):
+    """Where a tensor was: its storage, by a weak reference, from ``begin`` to ``end``, and its first element.
+
+    These three are addresses; that of a storage whose last tensor died may be another's.
+    """
+
+    storage: StorageWeakRef
+    begin: int
+    end: int
+    first: int
 
 
 class Context:
@@ -161,6 +176,7 @@ class Recorder:
     ) -> None:
         self.fuses = fuses
         self.steps: list[Step] = []
+        # Of computed tensors the shape, type and place alone, on torch's meta device.
         self.tensors: list[torch.Tensor] = []
         self.kinds: list[str] = []
         # The tensors of the model, by the numbers of their slots.
@@ -168,9 +184,11 @@ class Recorder:
         self.problem, self.notes = "", True
         # Kernels are seen below autocast, and run there, also those of a rule that switches it off.
         self._autocast = AUTOCASTS()
-        self._by_id: dict[int, int] = {}
+        self._memories: list[Memory | None] = []
         self._by_view: dict[Any, int] = {}
-        self._by_memory: dict[int, int] = {}
+        self._by_storage: dict[int, int] = {}
+        # Tensors that are known by their ``id``.
+        self._kept: list[torch.Tensor] = []
         self._contexts = 0
         # Numbers of operations in the forward of a checkpoint, and of the same in its recomputation; those
         # that a recomputation, if one runs, has still to meet.
@@ -217,25 +235,37 @@ class Recorder:
 
     def add(self, x: torch.Tensor, kind: str) -> int:
         """Number of the slot of a new tensor."""
-        number = len(self.tensors)
-        self.tensors.append(x)
+        number, memory, form = len(self.tensors), None, x
+        if has_memory(x):
+            storage, dtype = x.untyped_storage(), x.dtype
+            begin, size = storage.data_ptr(), storage.nbytes()
+            memory = Memory(StorageWeakRef(storage), begin, begin + size, x.data_ptr())
+            self._by_storage.setdefault(storage._cdata, number)
+            if kind == COMPUTED and not (x.is_conj() or x.is_neg()):
+                with self.paused():
+                    whole = torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")
+                    form = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+        self.tensors.append(form)
         self.kinds.append(kind)
-        self._by_id[id(x)] = number
-        if _has_memory(x) and x.numel():
-            self._by_view[_view(x)] = number
-            self._by_memory.setdefault(x.untyped_storage().data_ptr(), number)
+        self._memories.append(memory)
+        self._name(x, number)
         return number
+
+    def _name(self, x: torch.Tensor, number: int) -> None:
+        self._by_view[_view(x)] = number
+        if not has_memory(x):
+            self._kept.append(x)
 
     def slot(self, x: torch.Tensor) -> Slot:
         """The slot of an operand."""
-        number = self._known(x)
-        if number is None and not _has_memory(x):
+        number = self._by_view.get(_view(x))
+        if number is None and (x.layout is not torch.strided or x._is_zerotensor()):
             self.refuse(f"a tensor of the layout {x.layout} has no memory of its elements")
             return Slot(self.add(x, CONSTANT))
         if number is not None:
             return Slot(number)
         base = self._around(x)
-        if base is None:
+        if base is None or (memory := self._memories[base]) is None:
             if x.numel() and x.untyped_storage()._cdata in self._replaced:
                 self.refuse("a parameter is used that the step does not take from its module")
             return Slot(self.add(x, CONSTANT))
@@ -243,31 +273,26 @@ class Recorder:
         if known.dtype != x.dtype or known.is_conj() != x.is_conj() or known.is_neg() != x.is_neg():
             self.refuse("memory is used as of another type")
             return Slot(self.add(x, CONSTANT))
-        offset = (x.data_ptr() - known.data_ptr()) // x.element_size()
+        offset = (x.data_ptr() - memory.first) // x.element_size()
         found = Slot(self.add(x, COMPUTED))
         self.steps.append(Step(alias, (Slot(base), tuple(x.shape), x.stride(), offset), {}, found, True))
         return found
 
     def memory(self, number: int) -> int:
         """Which memory the tensor of a slot shows."""
-        x = self.tensors[number]
-        return x.untyped_storage()._cdata if _has_memory(x) and x.numel() else -1 - number
-
-    def _known(self, x: torch.Tensor) -> int | None:
-        number = self._by_id.get(id(x))
-        if number is None and _has_memory(x) and x.numel():
-            number = self._by_view.get(_view(x))
-        return number
+        memory = self._memories[number]
+        return -1 - number if memory is None else memory.storage.cdata
 
     def _around(self, x: torch.Tensor) -> int | None:
         # A slot in the memory that a tensor shows; arrays of numpy may begin anywhere in it.
         if not x.numel():
             return None
-        found = self._by_memory.get(x.untyped_storage().data_ptr())
+        found = self._by_storage.get(x.untyped_storage()._cdata)
         if found is None:
             at = x.data_ptr()
-            for begin, number in self._by_memory.items():
-                if begin <= at < begin + self.tensors[number].untyped_storage().nbytes():
+            for number in self._by_storage.values():
+                memory = self._memories[number]
+                if memory and memory.begin <= at < memory.end and not memory.storage.expired():
                     return number
         return found
 
@@ -297,10 +322,7 @@ class Recorder:
         kinds = {self.kinds[self.slot(x).number] for x in operands}
         if func in _SAME or (func is _VIEW and [*args[0].shape] == args[1]):
             found = func(*args, **kwargs)
-            self._by_id[id(found)] = given[0].number
-            # Kept, so that its number belongs to no other object.
-            self.tensors.append(found)
-            self.kinds.append(COMPUTED)
+            self._name(found, given[0].number)
             return found
         random = torch.Tag.nondeterministic_seeded in func.tags
         # A table that a rule has kept. What the user's code has kept may change, and is read in each replay.
@@ -318,7 +340,7 @@ class Recorder:
             # Batch norms of torch change running statistics, and do not say so.
             pure = not (random or func._schema.is_mutable or "batch_norm" in func._schema.name)
             # A buffer that was changed in place stays what it is: the model's.
-            same = isinstance(found, torch.Tensor) and self._by_id.get(id(found)) in self.bound
+            same = isinstance(found, torch.Tensor) and self._by_view.get(_view(found)) in self.bound
             self.steps.append(Step(run, given, named, None if same else self.results(found), pure))
         return found
 
@@ -440,12 +462,16 @@ def _held(x: Any) -> list[torch.Tensor]:
     return [*tensors_in(x, inner), *chain.from_iterable(map(_held, inner))]
 
 
-def _has_memory(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and not x._is_zerotensor()
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor has elements in memory."""
+    return x.layout is torch.strided and not x._is_zerotensor() and x.numel() > 0
 
 
 def _view(x: torch.Tensor) -> Any:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    if not has_memory(x):
+        return id(x)
+    storage, offset = x.untyped_storage()._cdata, x.storage_offset()
+    return storage, offset, x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 class _Forward:

@@ -190,7 +190,7 @@ class Regions:
             return tuple(values[n] for n in outputs)
 
         tensors = self._recorder.tensors
-        examples = [tensors[n].detach() for n in inputs]
+        examples = [_example(tensors[n]) for n in inputs]
         key = _text(run, inputs, outputs, examples)
         try:
             with torch.no_grad(), no_autocast(), warnings.catch_warnings():
@@ -253,7 +253,13 @@ def _kernels(run: Sequence[Step]) -> list[Step]:
 
 
 def _is_simple(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
+    return x.device.type in ("cpu", "meta") and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
+
+
+def _example(x: torch.Tensor) -> torch.Tensor:
+    # A tensor of that form, in memory as large.
+    whole = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
