@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 from distdl_rma.errors import ArgumentError, ConfigurationError, UnsupportedError, told
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Split
-from distdl_rma.jobs.out_of_core.allocator import freed_at_once
 from distdl_rma.jobs.out_of_core.pages import Pages
 from distdl_rma.layers.model.entering import ModuleHook
+from distdl_rma.layers.ops.core.allocator import freed_at_once
 from distdl_rma.layers.sources.reading import Slices
 from distdl_rma.layers.split import layout as lay
 from distdl_rma.layers.split.calls import site

@@ -22,10 +22,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from distdl_rma.jobs.out_of_core.allocator import free_buffers
 from distdl_rma.jobs.out_of_core.live_memory import LiveMemory
 from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
 from distdl_rma.layers.dtypes import SHOWN, memory_moves
+from distdl_rma.layers.ops.core.allocator import free_buffers
 from distdl_rma.layers.ops.core.result_memory import idle_memory
 from distdl_rma.layers.split.calls.site import module_path
 from distdl_rma.segments.channel import Array

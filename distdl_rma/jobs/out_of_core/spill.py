@@ -35,8 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from distdl_rma.errors import DataError, ProtocolError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.jobs.out_of_core.allocator import freed_at_once
 from distdl_rma.jobs.out_of_core.scratch import Region, Scratch
+from distdl_rma.layers.ops.core.allocator import freed_at_once
 from distdl_rma.layers.ops.core.autograd import keeps_values
 from distdl_rma.layers.split import SplitTensor
 from distdl_rma.layers.staging import Descent

@@ -35,7 +35,7 @@ from distdl_rma.layers.capture.kinds import (
     split_like,
 )
 from distdl_rma.layers.capture.program import Program
-from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder
+from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder, ones_of
 from distdl_rma.layers.capture.regions import CompilerError, Regions
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
 from distdl_rma.layers.ops.core.tensors import no_autocast
@@ -226,19 +226,19 @@ def record(
         refuse(agreed(recorder.problem or attempt.problem or changed))
         if any(attempt.differentiable):
             able = [n for n in chosen if attempt.differentiable[n]]
-            ends = [attempt.results[n] for n in able]
-            ones = [*map(torch.ones_like, ends)]
+            results = [attempt.results[n].detach() for n in able]
+            ones = [*map(torch.ones_like, results)]
             if strides:
-                both = zip(ends, strides, strict=True)
-                ones = [None if each is None else _ones(x, each) for x, each in both]
+                both = zip(results, strides, strict=True)
+                ones = [None if each is None else ones_of(x, each) for x, each in both]
             gradients = [recorder.results(x) for x in ones if x is not None]
             with recorder, no_autocast():
                 derivatives = attempt.gradients(able, ones)
             found = [None if x is None else recorder.slot(x) for x in derivatives]
             refuse(agreed(recorder.problem))
+    attempt.forget()
     make = partial(Program, recorder, length, outputs, gradients, found, nbytes)
     program = make() if told is None else _compiled(make, Regions(recorder, told), agreed)
-    attempt.forget()
     return Captured(program, attempt, [None if x is None else x.stride() for x in ones])
 
 
@@ -259,11 +259,6 @@ def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         return x
     shared = any(not each and n > 1 for n, each in zip(x.shape, strides, strict=True))
     return x.contiguous() if shared else _of_strides(x, strides).copy_(x)
-
-
-def _ones(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    size = 1 + sum((n - 1) * each for n, each in zip(x.shape, strides, strict=True)) if x.numel() else 0
-    return torch.ones(size, dtype=x.dtype).as_strided(x.shape, strides)
 
 
 def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -159,6 +159,12 @@ def alias(x: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tenso
     return x.as_strided(shape, strides, x.storage_offset() + offset)
 
 
+def ones_of(x: torch.Tensor, strides: Sequence[int], offset: Any = 0) -> torch.Tensor:
+    """Ones in the shape and type of ``x``, with other strides, so many elements behind the first."""
+    size = 1 + sum((n - 1) * each for n, each in zip(x.shape, strides, strict=True)) if x.numel() else 0
+    return torch.ones(offset + size, dtype=x.dtype).as_strided(x.shape, strides, offset)
+
+
 class Recorder:
     """The steps of one call, as they run; a context in which calls of this thread are noted.
 

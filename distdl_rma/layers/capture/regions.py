@@ -29,6 +29,7 @@ from distdl_rma.layers.capture.recording import (
     Slot,
     Step,
     alias,
+    ones_of,
     slots_in,
     used_by,
     written,
@@ -190,7 +191,8 @@ class Regions:
             return tuple(values[n] for n in outputs)
 
         tensors = self._recorder.tensors
-        examples = [_example(tensors[n]) for n in inputs]
+        # Of integers some that can be divided by.
+        examples = [ones_of(x, x.stride(), x.storage_offset()) for x in map(tensors.__getitem__, inputs)]
         key = _text(run, inputs, outputs, examples)
         try:
             with torch.no_grad(), no_autocast(), warnings.catch_warnings():
@@ -253,13 +255,7 @@ def _kernels(run: Sequence[Step]) -> list[Step]:
 
 
 def _is_simple(x: torch.Tensor) -> bool:
-    return x.device.type in ("cpu", "meta") and x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
-
-
-def _example(x: torch.Tensor) -> torch.Tensor:
-    # A tensor of that form, in memory as large.
-    whole = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
-    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+    return x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
 
 
 def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:

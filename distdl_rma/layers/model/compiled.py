@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import chain, count
 from typing import Any
@@ -51,8 +50,9 @@ from distdl_rma.layers.checks.gradient_origin import note_reached_split
 from distdl_rma.layers.checks.model_calls import Calls, CallTrace
 from distdl_rma.layers.checks.user_frames import warn_user
 from distdl_rma.layers.dtypes import is_readable
+from distdl_rma.layers.ops.core.allocator import freed_at_once
 from distdl_rma.layers.ops.core.autograd import compiles, hooks_of_saved, tracer
-from distdl_rma.layers.ops.core.result_memory import give_back
+from distdl_rma.layers.ops.core.result_memory import drop_idle
 from distdl_rma.layers.partitioned.core.layer import DistributedLayer
 from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import CALL_TRACES
@@ -154,7 +154,8 @@ class Compiled:
                     " attributes; calls of more kinds are not compiled, and run by the split model"
                 )
             else:
-                with self._apart(calls, trace):
+                # No later call takes so much memory: it goes back.
+                with self._apart(calls, trace), freed_at_once(pieces=False):
                     if kind is None or kind.again:
                         kind = self._recorded(found, problem or self._problem(), kind, calls, trace)
                     if kind.captured is not None and found is not None:
@@ -178,7 +179,10 @@ class Compiled:
 
     def _replayed(self, kind: _Kind, found: Given, calls: Any, passed: Sequence[torch.Tensor]) -> Any:
         plain = [x for x in passed if not isinstance(x, SplitTensor) and is_readable(x)]
-        described = partial(self._described, kind, passed)
+
+        def described() -> str:
+            return f"{self._handle.described(passed, '[]')}; replays kind {kind.number} of its calls"
+
         calls.begin((-1, kind.number), described, trace := CallTrace(), plain, self._handle.checks)
         try:
             result = _Replay(self.machine, kind.captured).run(self._learnt(kind), found.tensors)
@@ -187,9 +191,6 @@ class Compiled:
             raise
         calls.abandon()
         return result
-
-    def _described(self, kind: _Kind, passed: Sequence[torch.Tensor]) -> str:
-        return f"{self._handle.described(passed, '[]')}; replays kind {kind.number} of its calls"
 
     def _learnt(self, kind: _Kind) -> list[torch.Tensor]:
         return [*kind.state.learnt.values()] if torch.is_grad_enabled() else []
@@ -260,9 +261,9 @@ class Compiled:
                 )
                 return record(*given)
             finally:
-                # The compiler leaves cycles of objects behind, and the recording all tensors of the call.
+                # The compiler leaves cycles of objects behind.
                 gc.collect() if self.fuses else None
-                give_back()
+                drop_idle()
 
     def _refuse(self, why: str) -> None:
         text = f"{self._handle.name}: compile: a call cannot be replayed: {why}"
@@ -348,10 +349,9 @@ def _compiling(name: str, machine: Machine) -> Iterator[Callable[[int], None]]:
 class _Replay:
     """One call of a known kind."""
 
-    def __init__(self, machine: Machine, captured: Captured | None) -> None:
-        if captured is None:
-            raise UnsupportedError("a call that cannot be replayed is replayed")
-        self.machine, self.program, self.captured = machine, captured.program, captured
+    def __init__(self, machine: Machine, captured: Any) -> None:
+        self.captured: Captured = captured
+        self.machine, self.program = machine, self.captured.program
         self.rounding = _ROUNDING * self.program.resolution**0.5
 
     def run(self, learnt: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
@@ -429,8 +429,6 @@ class _Comparison:
             allowed = replay.rounding and replay.rounding * _largest([*true, *gradients])
             different = _first_different(names, found, true, lambda _: allowed)
             kind.known = not owner.is_different(kind, different)
-            # The first step takes more memory than the others.
-            give_back()
         some += true
         yield
 

@@ -8,7 +8,6 @@ a tensor here.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -28,7 +27,7 @@ class Mapped:
     """Size above which the C library maps a tensor of torch in new pages, and unmaps them when it dies.
 
     A prediction lowers it, so that memory goes back to the system at once
-    (``jobs/out_of_core/allocator.py``), and kernels choose pieces by it (``ops/conv/pieces.py``). It is one
+    (``allocator.py``), and kernels choose pieces by it (``ops/conv/pieces.py``). It is one
     number of the process, as the C library's.
     """
 
@@ -38,26 +37,20 @@ class Mapped:
 
 MAPPED = Mapped()
 _results = Pool()
+# Frees the memory of all dead results.
+drop_idle = _results.drop_idle
 
 
 @contextmanager
 def idle_memory(nbytes: int) -> Iterator[None]:
     """Context in which at most so many bytes of results are idle; none of those before, nor behind it."""
-    _results.drop_idle()
+    drop_idle()
     before, _results.limit = _results.limit, nbytes
     try:
         yield
     finally:
         _results.limit = before
-        _results.drop_idle()
-
-
-def give_back() -> None:
-    """Give memory that no tensor uses to the system: results', and pages that the GNU C library keeps."""
-    _results.drop_idle()
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+        drop_idle()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor | None = None) -> torch.Tensor:

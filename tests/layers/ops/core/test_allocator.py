@@ -11,7 +11,7 @@ SCRIPT = """
 import threading
 from pathlib import Path
 import torch
-from distdl_rma.jobs.out_of_core.allocator import freed_at_once
+from distdl_rma.layers.ops.core.allocator import freed_at_once
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

@@ -30,39 +30,40 @@ _USUAL = {_MMAP_THRESHOLD: Mapped.nbytes, _TRIM_THRESHOLD: 2 * Mapped.nbytes}
 # MKL's function, in builds of torch that have MKL. That for the calling thread leaves what its helpers have.
 _FREE_BUFFERS = "mkl_serv_free_buffers"
 _lock = threading.Lock()
-# Sizes of the contexts that are entered.
-_sizes: list[int] = []
+# Sizes of the contexts that are entered, and whether kernels choose pieces by them.
+_sizes: list[tuple[int, bool]] = []
 
 
 @contextmanager
-def freed_at_once(above: int = 1 << 19) -> Iterator[None]:
+def freed_at_once(above: int = 1 << 19, pieces: bool = True) -> Iterator[None]:
     """Context in which a block of more than so many bytes is mapped from the system, and unmapped when freed.
 
     Otherwise the GNU C library keeps freed blocks of up to 32 MiB, for the thread that has allocated them. It
     seldom takes one for a tensor of the same size: with the alignment that torch asks for, that does not fit.
-    The context acts on all threads of the process; of several contexts the smallest size counts. Other C
-    libraries are left as they are.
+    Kernels then choose ``pieces``, so that they need no such block, and may round otherwise. The context acts
+    on all threads of the process; of several contexts the smallest size counts. Other C libraries are left as
+    they are.
     """
     with _lock:
-        _sizes.append(above)
+        _sizes.append((above, pieces))
         _set()
     try:
         yield
     finally:
         with _lock:
-            _sizes.remove(above)
+            _sizes.remove((above, pieces))
             _set()
 
 
 def _set() -> None:
-    MAPPED.nbytes = min([*_sizes, Mapped.nbytes])
+    MAPPED.nbytes = min([Mapped.nbytes, *[size for size, pieces in _sizes if pieces]])
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return
     for parameter, usual in _USUAL.items():
         text = os.environ.get(_VARIABLES[parameter], "")
-        size = min(_sizes, default=int(text) if text.isdecimal() else usual)
-        library.mallopt(parameter, min(size, usual) if _sizes else size)
+        before = int(text) if text.isdecimal() else usual
+        library.mallopt(parameter, min([usual, *[size for size, _ in _sizes]]) if _sizes else before)
 
 
 def free_buffers() -> None:
