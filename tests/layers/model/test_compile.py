@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
@@ -437,6 +438,27 @@ def test_checkpoints_compute_their_forward_again(P_world, rows):
             saved.append(sum(each.nbytes for each in y.grad_fn.saved_tensors if each is not None))
         # Inputs of parts, and what torch saves of random numbers; all results of functions.
         assert saved[0] < saved[1] / 2 + 20_000, saved
+
+
+def test_a_recording_keeps_no_result_that_the_call_does_not_keep(P_world):
+    torch.manual_seed(3)
+    model, most = distribute(nn.Conv2d(1, 2, 3, padding=1), {"H": -1}), np.zeros(2, int)
+
+    def step(x):
+        y, storages = model(x), []
+        for _ in range(5):
+            y = y * 2
+            storages.append(StorageWeakRef(y.to_local().untyped_storage()))
+        most[:] = len(storages), max(most[1], sum(not each.expired() for each in storages))
+        return y.sum()
+
+    with torch.no_grad():
+        compiled = replayed(step)
+        first, again = (compiled(torch.ones(1, 1, 9, 8)) for _ in range(2))
+    assert torch.equal(first.to_local(), again.to_local())
+    # What an array of numpy holds is not seen.
+    assert compiled.kinds[0].known and most.tolist() == [5, 1]
+    model.distributed.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

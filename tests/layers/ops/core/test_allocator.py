@@ -4,6 +4,8 @@ import ctypes
 
 import pytest
 
+from distdl_rma.layers.ops.core.allocator import freed_at_once
+from distdl_rma.layers.ops.core.result_memory import MAPPED, Mapped
 from tests.jobs.out_of_core.nets import said
 
 # A process of its own: what was free in this one before would be used first, and stay.
@@ -43,3 +45,11 @@ def test_freed_tensors_are_the_system_s_on_all_threads_and_contexts_nest():
     assert len(within) == 4
     assert max(within) < 30
     assert outside > 100
+
+
+def test_kernels_choose_pieces_only_by_contexts_that_say_so():
+    with freed_at_once(1 << 20, pieces=False):
+        assert MAPPED.nbytes == Mapped.nbytes
+        with freed_at_once(1 << 21):
+            assert MAPPED.nbytes == 1 << 21
+    assert MAPPED.nbytes == Mapped.nbytes
