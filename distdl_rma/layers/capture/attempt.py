@@ -258,20 +258,12 @@ def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     if x.stride() == strides:
         return x
     shared = any(not each and n > 1 for n, each in zip(x.shape, strides, strict=True))
-    return x.contiguous() if shared else _of_strides(x, strides).copy_(x)
-
-
-def _of_strides(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype)
+    return x.contiguous() if shared else torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
 
 
 def _with_numbers(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     # A tensor of the same form; integers, as of classes, must stay in their range.
-    found = _of_strides(x, x.stride())
-    if x.storage_offset():
-        size = x.storage_offset() + found.untyped_storage().nbytes() // x.element_size()
-        found = torch.empty(size, dtype=x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
-    some = x.detach()
+    found, some = ones_of(x, x.stride(), x.storage_offset()), x.detach()
     found.copy_(change(some) if x.is_floating_point() or x.is_complex() else some)
     return found.requires_grad_(x.requires_grad)
 

@@ -90,12 +90,11 @@ class Program:
         behind -= made | {slot.number for slot in gradients}
         # A checkpoint reads parameters and buffers as they then are. All others are saved, in the order of
         # slots, which is the same in each process.
-        again = [step for step in back if step.again]
-        unsaved = used_by(again) - used_by(step for step in back if not step.again)
-        unsaved = {n for n in unsaved if recorder.kinds[n] == STATE}
+        once = [step for step in back if not step.again]
+        unsaved = {n for n in behind - used_by(once) if recorder.kinds[n] == STATE}
         saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
-        numbers = {step.context for step in back if step.context is not None} - {s.context for s in again}
-        contexts = [f"c{n}" for n in sorted(numbers)]
+        anew = {step.context for step in back if step.again}
+        contexts = [f"c{n}" for n in sorted({s.context for s in once if s.context is not None} - anew)]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:
             forth = regions.of(forth, behind | {slot.number for slot in outputs})

@@ -384,13 +384,14 @@ class Recorder:
             frame.recompute_fn = partial(_again, frame.recompute_fn, list[int](), numbers)
         return frame.recompute_fn.args[1]
 
-    @contextmanager
-    def again(self, operations: Sequence[int], numbers: torch.Tensor) -> Iterator[None]:
-        """Context of the recomputation of a checkpoint, within a backward; it draws the same ``numbers``."""
+    def again(
+        self, run: Callable[..., object], operations: Sequence[int], numbers: torch.Tensor, args: Any
+    ) -> None:
+        """Run the forward of a checkpoint again, within a backward; it draws the same ``numbers``."""
         at, self._left = len(self.steps), iter(operations)
         before = self.called(_begin_random, numbers)
         try:
-            yield
+            run(*args)
         finally:
             self.called(_begin_random, before)
             self._left = None
@@ -443,9 +444,8 @@ class Recorder:
 
 
 def _again(run: Callable[..., object], operations: Sequence[int], numbers: torch.Tensor, *args: Any) -> None:
-    # What torch calls in place of ``run``, which calls the function of a checkpoint again.
-    with RECORDINGS[-1].again(operations, numbers):
-        run(*args)
+    # What torch calls in place of ``run``. It knows no recorder: a graph that does would never be freed.
+    RECORDINGS[-1].again(run, operations, numbers, args)
 
 
 def _begin_random(numbers: torch.Tensor) -> torch.Tensor:
