@@ -100,14 +100,13 @@ class Step(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Where a tensor was: its storage, by a weak reference, from ``begin`` to ``end``, and its first element.
+    """Where a tensor was: its storage, by a weak reference; addresses of all of it, and of the first element.
 
-    These three are addresses; that of a storage whose last tensor died may be another's.
+    Addresses of a storage whose last tensor died may be another's.
     """
 
     storage: StorageWeakRef
-    begin: int
-    end: int
+    addresses: range
     first: int
 
 
@@ -245,7 +244,7 @@ class Recorder:
         if has_memory(x):
             storage, dtype = x.untyped_storage(), x.dtype
             begin, size = storage.data_ptr(), storage.nbytes()
-            memory = Memory(StorageWeakRef(storage), begin, begin + size, x.data_ptr())
+            memory = Memory(StorageWeakRef(storage), range(begin, begin + size), x.data_ptr())
             self._by_storage.setdefault(storage._cdata, number)
             if kind == COMPUTED and not (x.is_conj() or x.is_neg()):
                 with self.paused():
@@ -298,7 +297,7 @@ class Recorder:
             at = x.data_ptr()
             for number in self._by_storage.values():
                 memory = self._memories[number]
-                if memory and memory.begin <= at < memory.end and not memory.storage.expired():
+                if memory and at in memory.addresses and not memory.storage.expired():
                     return number
         return found
 
@@ -323,9 +322,8 @@ class Recorder:
     def kernel(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a kernel of torch, and note it."""
         self._checkpoint()
-        operands = tensors_in(args, kwargs)
         given, named = self.slots(args), {key: self.slots(each) for key, each in kwargs.items()}
-        kinds = {self.kinds[self.slot(x).number] for x in operands}
+        kinds = {self.kinds[self.slot(x).number] for x in tensors_in(args, kwargs)}
         if func in _SAME or (func is _VIEW and [*args[0].shape] == args[1]):
             found = func(*args, **kwargs)
             self._name(found, given[0].number)

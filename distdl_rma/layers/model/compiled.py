@@ -198,8 +198,7 @@ class Compiled:
     def agreed(self, problem: str) -> str:
         """The problem of the first rank that has one; empty if none has. Collective."""
         given = gather_words(self.machine.segments, problem, "compile: problems", self._ranks)
-        found = [f"rank {rank}: {its}" for rank, its in given.items() if its]
-        return found[0] if found else ""
+        return next((f"rank {rank}: {its}" for rank, its in given.items() if its), "")
 
     @contextmanager
     def _apart(self, calls: Calls, trace: CallTrace) -> Iterator[None]:
