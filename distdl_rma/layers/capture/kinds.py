@@ -152,8 +152,12 @@ class State:
             self._look("", root, frozenset())
         self._contents = [part for x in self.holders for part in ((x, x.values()) if _is_dict(x) else (x,))]
         self.then = self.held()
-        parameters = [(name, x) for part in self._roots() for name, x in part.named_parameters()]
-        buffers = [(name, x) for part in self._roots() for name, x in part.named_buffers()]
+        # A loss may be a module beside the model, with parameters of the same names.
+        inner = {child for module in self.modules for child in module.children()}
+        outer = [module for module in self.modules if module not in inner]
+        roots = [(f"{type(each).__name__} {at}" if at else "", each) for at, each in enumerate(outer)]
+        parameters = [(name, x) for path, each in roots for name, x in each.named_parameters(path)]
+        buffers = [(name, x) for path, each in roots for name, x in each.named_buffers(path)]
         others = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
         # Each tensor once, by its first name: parameters, buffers, and attributes that are neither.
         once = {x: name for name, x in reversed([*parameters, *buffers, *others])}
@@ -163,10 +167,6 @@ class State:
         self.learnt = {once[x]: x for _, x in parameters if x.requires_grad}
         self.fixed = {name: x for name, x in named.items() if not x.requires_grad}
         self.facts = self.of_tensors()
-
-    def _roots(self) -> list[nn.Module]:
-        inner = {child for module in self.modules for child in module.children()}
-        return [module for module in self.modules if module not in inner]
 
     def _look(self, path: str, x: Any, names: frozenset[str]) -> None:
         if id(x) in self._met or type(x) in _PLAIN or isinstance(x, _UNSEEN):
@@ -211,6 +211,7 @@ class State:
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
             self._cells.append((name, cell))
             self._look(name, _content(cell), names)
+        self._look("", (inner.__defaults__, inner.__kwdefaults__), names)
         self._table("", inner.__globals__, names, names)
         classes = [] if owner is None else type(owner).__mro__
         for each in classes:

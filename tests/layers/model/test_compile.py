@@ -716,6 +716,20 @@ def test_parameters_that_no_module_shows(P_world):
     model.distributed.close()
 
 
+@pytest.mark.sizes(2)
+def test_a_module_beside_the_model_with_the_same_names(P_world):
+    found = []
+    for compiles in (replayed, lambda step: step):
+        torch.manual_seed(3)
+        model, loss = distribute(nn.Conv2d(1, 2, 1), {"H": -1}), nn.Conv2d(2, 1, 1)
+        step = compiles(lambda x, model=model, loss=loss: square(loss(model(x))))
+        for at in range(3):
+            step(torch.full((1, 1, 8, 6), 0.5 + at)).backward()
+        found.append([p.grad for p in (*model.parameters(), *loss.parameters())])
+        model.distributed.close()
+    assert alike(*found)
+
+
 @pytest.mark.parametrize("results", ["same", "detached", "unused", "view"])
 def test_results_that_are_one_tensor_or_unused(P_world, results):
     class Several(nn.Module):
