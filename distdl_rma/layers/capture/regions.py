@@ -113,7 +113,8 @@ class Regions:
         if not (torch.Tag.pointwise in function.tags or _is_view(step) or function in _FUSED):
             return False
         tensors = [self._recorder.tensors[n] for n in used_by([step]) | {*_made([step])}]
-        return torch.Tag.nondeterministic_seeded not in function.tags and all(map(_is_simple, tensors))
+        simple = all(x.layout is torch.strided and x.numel() and not x.is_complex() for x in tensors)
+        return simple and torch.Tag.nondeterministic_seeded not in function.tags
 
     def _is_over(self, step: Step, own: set[int], later: set[int]) -> bool:
         # Whether a step changes no memory, but such of the region itself, or such that nobody else needs as
@@ -252,10 +253,6 @@ def _kernels(run: Sequence[Step]) -> list[Step]:
     # Those of a region; of few, torch's.
     found = [step for step in run if not _is_view(step)]
     return found if len(found) >= _FEWEST else []
-
-
-def _is_simple(x: torch.Tensor) -> bool:
-    return x.layout is torch.strided and x.numel() > 0 and not x.is_complex()
 
 
 def _sum(kernel: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
