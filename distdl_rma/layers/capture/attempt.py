@@ -13,15 +13,12 @@ compared.
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
@@ -35,7 +32,7 @@ from distdl_rma.layers.capture.kinds import (
     split_like,
 )
 from distdl_rma.layers.capture.program import Program
-from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder, ones_of
+from distdl_rma.layers.capture.recording import COMPUTED, INPUT, Recorder, ones_of, used_by
 from distdl_rma.layers.capture.regions import CompilerError, Regions
 from distdl_rma.layers.checks.gradient_origin import SHOWN, nodes_behind
 from distdl_rma.layers.ops.core.tensors import no_autocast
@@ -216,16 +213,17 @@ def record(
         chosen = attempt.chosen
         outputs = [recorder.slot(attempt.results[n]) for n in chosen]
         length = len(recorder.steps)
-        if any(recorder.kinds[slot.number] not in {COMPUTED, INPUT} for slot in outputs):
+        own = {n for n, *_ in outputs if recorder.kinds[n] not in {COMPUTED, INPUT}}
+        # But a buffer that it has changed.
+        if own - used_by(step for step in recorder.steps if step.results is None):
             changed = changed or "it returns a tensor of its own, and none that it computed"
-        of_outputs = zip(outputs, chosen, strict=True)
-        memory = [recorder.memory(slot.number) for slot, n in of_outputs if attempt.differentiable[n]]
+        able = [n for n in chosen if attempt.differentiable[n]]
+        memory = [recorder.memory(recorder.slot(attempt.results[n]).number) for n in able]
         if len({*memory}) < len(memory):
             changed = changed or "two results of it show the same memory; return a clone() of one"
         # A rank alone would wait for the others in the backward.
         refuse(agreed(recorder.problem or attempt.problem or changed))
-        if any(attempt.differentiable):
-            able = [n for n in chosen if attempt.differentiable[n]]
+        if able:
             results = [attempt.results[n].detach() for n in able]
             ones = [*map(torch.ones_like, results)]
             if strides:
@@ -274,33 +272,20 @@ class _Before:
     def __init__(self, state: State, inputs: Sequence[torch.Tensor]) -> None:
         self._state, self._inputs, self._held = state, inputs, state.copy()
         self._versions = [x._version for x in inputs]
-        self._numbers = [*map(_state_of, state.generators)]
+        # Generators of numpy hold another one.
+        self._generators = [getattr(each, "bit_generator", each) for each in state.generators]
+        self._numbers = [each.__getstate__() for each in self._generators]
 
     def restored(self) -> str:
         """Restore it; the reason why the call is not captured if something had changed."""
-        drawn = [*map(_state_of, self._state.generators)]
-        for generator, numbers in zip(self._state.generators, self._numbers, strict=True):
-            _set_state(generator, numbers)
+        drawn = [each.__getstate__() for each in self._generators]
+        for each, numbers in zip(self._generators, self._numbers, strict=True):
+            each.__setstate__(numbers)
         if changed := self._state.restore(self._held):
             return f"it changes {changed!r}, which is no buffer and no parameter"
         if self._versions != [x._version for x in self._inputs]:
             return "it changes an input in place"
         return "" if str(drawn) == str(self._numbers) else "it draws random numbers of Python or numpy"
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 @contextmanager

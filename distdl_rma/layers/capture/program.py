@@ -88,22 +88,22 @@ class Program:
         made = {slot.number for step in back for slot in slots_in(step.results)}
         behind = {slot.number for slot in slots_in([*found, *[(step.args, step.kwargs) for step in back]])}
         behind -= made | {slot.number for slot in gradients}
-        # A checkpoint reads parameters and buffers as they then are. All others are saved, in the order of
-        # slots, which is the same in each process.
-        once = [step for step in back if not step.again]
+        # Parameters and buffers that checkpoints alone read are read as they then are. All others are saved,
+        # in the order of slots, which is the same in each process.
+        once = [step for step in recorder.steps[:length] if not step.again and step.results is not None]
         unsaved = {n for n in behind - used_by(once) if recorder.kinds[n] == STATE}
         saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
-        anew = {step.context for step in back if step.again}
-        contexts = [f"c{n}" for n in sorted({s.context for s in once if s.context is not None} - anew)]
+        needed = {step.context for step in back if step.context is not None}
+        contexts = [f"c{n}" for n in sorted(needed - {step.context for step in back if step.again})]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
         if regions is not None:
             forth = regions.of(forth, behind | {slot.number for slot in outputs})
-        needed = behind | used_by(forth) | {slot.number for slot in outputs}
+        named = behind | used_by(forth) | {slot.number for slot in outputs}
         # Global names of the functions: tensors that are in no call's arguments, and what has no text.
         self._names: dict[str, Any] = {
             f"v{n}": recorder.bound.get(n, recorder.tensors[n])
             for n, kind in enumerate(recorder.kinds)
-            if kind in {CONSTANT, STATE} and n in needed
+            if kind in {CONSTANT, STATE} and n in named
         }
         inputs = [f"v{n}" for n, kind in enumerate(recorder.kinds) if kind == INPUT]
         end = ", ".join(

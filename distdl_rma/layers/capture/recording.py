@@ -95,7 +95,7 @@ class Step(NamedTuple):
     # Number of the operation, and whether the step is its backward.
     context: int | None = None
     backward: bool = False
-    # Whether it is in the backward because a checkpoint computes its forward again there.
+    # Whether it is in a checkpoint: in its forward, or where a backward computes this again.
     again: bool = False
 
 
@@ -161,7 +161,9 @@ def alias(x: torch.Tensor, shape: Any, strides: Any, offset: int) -> torch.Tenso
 def ones_of(x: torch.Tensor, strides: Sequence[int], offset: Any = 0) -> torch.Tensor:
     """Ones in the shape and type of ``x``, with other strides, so many elements behind the first."""
     size = 1 + sum((n - 1) * each for n, each in zip(x.shape, strides, strict=True)) if x.numel() else 0
-    return torch.ones(offset + size, dtype=x.dtype).as_strided(x.shape, strides, offset)
+    storage = torch.ones(offset + size, dtype=x.dtype).untyped_storage()
+    # No view: matmul computes views otherwise.
+    return torch.empty(0, dtype=x.dtype).set_(storage, offset, x.shape, strides)
 
 
 class Recorder:
@@ -199,6 +201,8 @@ class Recorder:
         # that a recomputation, if one runs, has still to meet.
         self._anew: dict[int, int] = {}
         self._left: Iterator[int] | None = None
+        # Whether the step that is noted is in a checkpoint.
+        self._inside = False
         # Memory of parameters for which others stand in the recorded call: only modules show the others.
         self._replaced = {x.untyped_storage()._cdata for x in state if id(x) in others and x.numel()}
         for x in state:
@@ -280,8 +284,11 @@ class Recorder:
             return Slot(self.add(x, CONSTANT))
         offset = (x.data_ptr() - memory.first) // x.element_size()
         found = Slot(self.add(x, COMPUTED))
-        self.steps.append(Step(alias, (Slot(base), tuple(x.shape), x.stride(), offset), {}, found, True))
+        self._note(alias, (Slot(base), tuple(x.shape), x.stride(), offset), {}, found, True)
         return found
+
+    def _note(self, *step: Any) -> None:
+        self.steps.append(Step(*step)._replace(again=self._inside))
 
     def memory(self, number: int) -> int:
         """Which memory the tensor of a slot shows."""
@@ -345,7 +352,7 @@ class Recorder:
             pure = not (random or func._schema.is_mutable or "batch_norm" in func._schema.name)
             # A buffer that was changed in place stays what it is: the model's.
             same = isinstance(found, torch.Tensor) and self._by_view.get(_view(found)) in self.bound
-            self.steps.append(Step(run, given, named, None if same else self.results(found), pure))
+            self._note(run, given, named, None if same else self.results(found), pure)
         return found
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -367,6 +374,7 @@ class Recorder:
     def _checkpoint(self) -> list[int]:
         # Operations of the checkpoint whose forward runs. When it begins, its recomputation is told of us.
         hooks = hooks_of_saved(False)
+        self._inside = hooks is not None
         if hooks is None:
             return []
         if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
@@ -386,14 +394,17 @@ class Recorder:
         self, run: Callable[..., object], operations: Sequence[int], numbers: torch.Tensor, args: Any
     ) -> None:
         """Run the forward of a checkpoint again, within a backward; it draws the same ``numbers``."""
-        at, self._left = len(self.steps), iter(operations)
-        before = self.called(_begin_random, numbers)
+        at, self._left, before = len(self.steps), iter(operations), torch.get_rng_state()
+        self.steps.append(Step(_begin_random, (self.slot(numbers),), {}, self.results(before), False))
         try:
             run(*args)
         finally:
-            self.called(_begin_random, before)
+            self.steps.append(Step(_begin_random, (self.slot(before),), {}, None, False))
+            with self.paused():
+                # Otherwise it was told to draw others (``preserve_rng_state``).
+                if not torch.equal(torch.get_rng_state(), before):
+                    del self.steps[-1], self.steps[at]
             self._left = None
-            self.steps[at:] = [step._replace(again=True) for step in self.steps[at:]]
 
     def applied(self, function: type[OperatorFunction], args: tuple[Any, ...]) -> Any:
         """Apply an autograd function; its forward and its backward are steps."""
@@ -415,11 +426,12 @@ class Recorder:
         given, step = self.slots(args), _Forward(function, ctx.needs_input_grad)
         with self.paused():
             found = function.forward(ctx, *args)
-        self.steps.append(Step(step, given, {}, self.results(found), False, ctx.noted))
+        self._note(step, given, {}, self.results(found), False, ctx.noted)
         return found
 
     def backward(self, function: type[OperatorFunction], ctx: Any, gradients: Sequence[Any]) -> Any:
         """Run the backward of an autograd function as one step."""
+        self._checkpoint()
         given, same = self.slots(tuple(gradients)), Context(ctx.needs_input_grad)
         # A checkpoint computes them again now, as steps, and hands them out only once.
         vars(same).update(vars(ctx), saved_tensors=ctx.saved_tensors)
@@ -437,7 +449,7 @@ class Recorder:
         given = self.slots(args)
         with self.paused():
             found = function(*args, **kwargs)
-        self.steps.append(Step(function, given, kwargs, self.results(found), False))
+        self._note(function, given, kwargs, self.results(found), False)
         return found
 
 

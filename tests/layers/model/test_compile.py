@@ -394,6 +394,50 @@ def test_hooks_modes_and_options(P_world, comm):
     assert "compile" not in vars(model)
 
 
+def _reads_a_buffer(model, x):
+    # The backward of a product needs what the checkpoint reads.
+    y = checkpoint(lambda y: y * model.seen, model[0](x), use_reentrant=False)
+    model.seen.add_(1)
+    return y
+
+
+def _draws_anew(model, x):
+    drawn = checkpoint(
+        lambda x: x.sin() + torch.rand_like(x) + x.cos(), x, use_reentrant=False, preserve_rng_state=False
+    )
+    return model[0](drawn)
+
+
+def _products(model, x):
+    # matmul computes views in other pieces.
+    return model[1](model[0](x).permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("function", [_reads_a_buffer, _draws_anew, _products])
+def test_what_is_read_and_drawn_when_it_is_computed_again(P_world, function):
+    class Model(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Conv2d(1, 2, 3, padding=1), nn.Linear(2, 3))
+            self.register_buffer("seen", torch.ones(1))
+
+        def forward(self, x):
+            return function(self, x), self.seen.add_(1)
+
+    torch.manual_seed(3)
+    with Pair(Model(), {"H": -1}) as pair:
+
+        def step(model, optimizer):
+            (square(model(x)[0]) + square(model(x * 2)[0])).backward()
+            optimizer.step()
+            with torch.no_grad():
+                return model(x)[0].std() + model(x)[1].sum()
+
+        for _ in range(3):
+            x = torch.rand(2, 1, 9, 6)
+            pair.both(step)
+        assert kinds(pair.models[1]) == [True, True]
+
+
 class Again(nn.Sequential):
     """Parts of a model, of which a checkpoint saves the inputs alone."""
 
