@@ -88,10 +88,11 @@ class Program:
         made = {slot.number for step in back for slot in slots_in(step.results)}
         behind = {slot.number for slot in slots_in([*found, *[(step.args, step.kwargs) for step in back]])}
         behind -= made | {slot.number for slot in gradients}
-        # Parameters and buffers that checkpoints alone read are read as they then are. All others are saved,
-        # in the order of slots, which is the same in each process.
-        once = [step for step in recorder.steps[:length] if not step.again and step.results is not None]
-        unsaved = {n for n in behind - used_by(once) if recorder.kinds[n] == STATE}
+        # Parameters and buffers that a backward needs for checkpoints alone are read as they then are. All
+        # else is saved, in the order of slots, which is the same in each process.
+        parts = recorder.steps[:length], recorder.steps[length:]
+        first, then = (used_by(s for s in part if not s.again and s.results is not None) for part in parts)
+        unsaved = {n for n in behind - (first & then) if recorder.kinds[n] == STATE}
         saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
         needed = {step.context for step in back if step.context is not None}
         contexts = [f"c{n}" for n in sorted(needed - {step.context for step in back if step.again})]
