@@ -94,6 +94,8 @@ class Program:
         first, then = (used_by(s for s in part if not s.again and s.results is not None) for part in parts)
         unsaved = {n for n in behind - (first & then) if recorder.kinds[n] == STATE}
         saved = [f"v{n}" for n in sorted(behind - unsaved) if recorder.kinds[n] != CONSTANT]
+        # Operations of checkpoints, and those that save their tensors anew.
+        self._anew = {step.context: step.anew for step in back if step.anew is not None}
         needed = {step.context for step in back if step.context is not None}
         contexts = [f"c{n}" for n in sorted(needed - {step.context for step in back if step.again})]
         forth = _needed(recorder.steps[:length], [*outputs, *map(Slot, behind)])
@@ -156,24 +158,27 @@ class Program:
     ) -> Callable[..., Any]:
         # ``ends`` are lines before the step with that number. The names in them stay until then.
         lines = [f"def function({', '.join(arguments)}):"]
-        stay = {*_NAMES.findall(" ".join(ends.values()))}
+        stay = {*_NAMES.findall(" ".join(ends.values())), *[f"c{n}" for n in self._anew.values()]}
         made = {f"v{slot.number}" for step in steps for slot in slots_in(step.results)} | {*arguments}
         last = {f"v{n}": at for n, at in _last_uses(steps).items()}
-        used = {f"c{step.context}" for step in steps if step.backward}
         for at, step in enumerate(steps):
             lines += [f" {ends[at]}"] if at in ends else []
             given = [f"c{step.context}"] if step.backward else []
             given += [*map(self._text, step.args)]
             given += [f"{key}={self._text(each)}" for key, each in step.kwargs.items()]
             context = "" if step.context is None or step.backward else f"c{step.context}, "
+            if step.anew is not None:
+                new = f"c{step.anew}.saved_tensors"
+                lines.append(f" c{step.context}.saved_tensors, {new} = {new}, ()")
             lines.append(
                 f" {context}{_target(step.results)} = {self._text(step.function)}({', '.join(given)})"
             )
-            # What it has saved is freed, as torch would.
-            lines += [f" c{step.context}.saved_tensors = ()"] if step.backward else []
+            # What it has saved is freed, as torch would, or a checkpoint.
+            emptied = step.backward or step.context in self._anew
+            lines += [f" c{step.context}.saved_tensors = ()"] if emptied else []
             own = {f"v{n}" for n in used_by([step])} | {f"v{slot.number}" for slot in slots_in(step.results)}
             over = [name for name in own & made - stay if last.get(name, at) <= at]
-            over += [context[:-2]] if context and context[:-2] not in stay | used else []
+            over += [context[:-2]] if context and context[:-2] not in stay else []
             lines += [f" del {', '.join(sorted(over))}"] if over else []
         names = self._names
         # The text has nothing but numbered names and numbers.

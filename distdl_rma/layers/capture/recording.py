@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from inspect import getclosurevars
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,7 +49,6 @@ from distdl_rma.layers.split.calls.signatures import tensors_in
 from distdl_rma.layers.split.calls.site import module_path
 from distdl_rma.layers.split.tensor import SplitTensor
 
-R = TypeVar("R")
 # Functions that read values into Python without a kernel.
 _READ = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 _TENSOR: Any = torch.Tensor
@@ -95,8 +94,10 @@ class Step(NamedTuple):
     # Number of the operation, and whether the step is its backward.
     context: int | None = None
     backward: bool = False
-    # Whether it is in a checkpoint: in its forward, or where a backward computes this again.
+    # Whether it is in a checkpoint: in its forward, or where a backward computes this again; of a backward,
+    # the operation that has then saved its tensors anew.
     again: bool = False
+    anew: int | None = None
 
 
 class Memory(NamedTuple):
@@ -222,14 +223,9 @@ class Recorder:
         self._modes.close()
         RECORDINGS.pop()
 
-    def unnoted(self, make: Callable[[], R]) -> R:
-        """Call a function that makes what a site keeps: it is no step."""
-        with self.paused():
-            return make()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context of what is one step as a whole."""
+        """Context of what is one step as a whole, or none, as what makes what a site keeps."""
         before, self.notes = self.notes, False
         try:
             yield
@@ -375,10 +371,8 @@ class Recorder:
         # Operations of the checkpoint whose forward runs. When it begins, its recomputation is told of us.
         hooks = hooks_of_saved(False)
         self._inside = hooks is not None
-        if hooks is None:
-            return []
-        if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
-            if self._left is None:
+        if not hooks or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+            if hooks and self._left is None:
                 self.refuse("saved tensors pass through hooks, which are none of torch's checkpoint")
             return []
         if self._left is not None:
@@ -437,8 +431,9 @@ class Recorder:
         vars(same).update(vars(ctx), saved_tensors=ctx.saved_tensors)
         with self.paused():
             found = function.backward(same, *gradients)
-        step, number = function.backward, self._anew.get(ctx.noted, ctx.noted)
-        self.steps.append(Step(step, given, {}, self.results(found), False, number, True))
+        step: Any = function.backward
+        of = ctx.noted, True, False, self._anew.get(ctx.noted)
+        self.steps.append(Step(step, given, {}, self.results(found), False, *of))
         return found
 
     def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -401,6 +401,15 @@ def _reads_a_buffer(model, x):
     return y
 
 
+def _changes_what_it_reads(model, x):
+    # The norm has statistics of the first time, and the input of the second one.
+    def inner(y):
+        model.seen.mul_(0.9)
+        return F.batch_norm(y * model.seen.clone(), None, None, training=True)
+
+    return checkpoint(inner, model[0](x), use_reentrant=False)
+
+
 def _draws_anew(model, x):
     drawn = checkpoint(
         lambda x: x.sin() + torch.rand_like(x) + x.cos(), x, use_reentrant=False, preserve_rng_state=False
@@ -413,7 +422,7 @@ def _products(model, x):
     return model[1](model[0](x).permute(0, 2, 3, 1))
 
 
-@pytest.mark.parametrize("function", [_reads_a_buffer, _draws_anew, _products])
+@pytest.mark.parametrize("function", [_reads_a_buffer, _changes_what_it_reads, _draws_anew, _products])
 def test_what_is_read_and_drawn_when_it_is_computed_again(P_world, function):
     class Model(nn.Sequential):
         def __init__(self):

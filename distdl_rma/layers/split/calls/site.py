@@ -25,6 +25,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import PurePath
 from types import CodeType, FrameType
@@ -183,7 +184,8 @@ class Site:
         kept = self._kept.setdefault(ranks, OrderedDict())
         found: T | None = kept.get(key)
         if found is None:
-            found = kept[key] = RECORDINGS[-1].unnoted(make) if RECORDINGS else make()
+            with RECORDINGS[-1].paused() if RECORDINGS else nullcontext():
+                found = kept[key] = make()
             if len(kept) > _KEPT:
                 # A graph that still needs the operation keeps its memory.
                 kept.popitem(last=False)
