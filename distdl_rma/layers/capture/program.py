@@ -23,6 +23,15 @@ changes. A tensor is deleted behind its last use, as torch would free it. All th
 through ``save_for_backward``: torch frees it after the backward, raises if it was changed in place meanwhile,
 and keeps it for ``retain_graph``. An operation's context (``c7``) is new in each forward. So calls may
 overlap: several forwards may come before a backward.
+
+A checkpoint (``torch.utils.checkpoint``) saves its inputs alone, and its forward runs again in the backward.
+An operation's backward then gets the tensors that were saved anew, in the context of the first time, as in
+torch::
+
+    forward        c5, v9 = s0(v3);  c5.saved_tensors = ()
+    backward       c8, v30 = s0(v3)                                      the same operation again
+                   c5.saved_tensors, c8.saved_tensors = c8.saved_tensors, ()
+                   v31 = s7(c5, v29)                                     its backward
 """
 
 from __future__ import annotations
