@@ -222,9 +222,11 @@ def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) 
     graph = make_fx(torch.func.functionalize(function), table, tracing_mode="fake")(*examples)
     fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # A process of MPI must not fork.
-    with config.patch(compile_threads=1, layout_optimization=False):
+    with config.patch(compile_threads=1, layout_optimization=False, size_asserts=False):
         code: Any = compile_fx_inner(graph, fakes)
-    return lambda *given: code([*given])
+    # Without what only a first call needs.
+    call = code.current_callable
+    return lambda *given: call([*given])
 
 
 def _text(run: Sequence[Step], inputs: Any, outputs: Any, examples: Sequence[torch.Tensor]) -> Any:
