@@ -291,27 +291,20 @@ class Compiled:
         replay, state = _Replay(self.machine, kind.captured), kind.state
         with unchanged(state.fixed.values()), torch.no_grad():
             outputs, kept = replay.program.forward(found.tensors)
-            buffers = [x.clone() for x in state.fixed.values()]
-            drawn = torch.get_rng_state()
+            after = _after(state)
         attempt = Attempt(self._function, found, state, found.tensors, {})
         captured = replay.captured
         results = [attempt.results[n].detach() for n in captured.chosen]
-        names = [*map("result {}".format, captured.chosen), *state.fixed]
-        both = [*outputs, *buffers], [*results, *state.fixed.values()]
-        allowed = replay.rounding
-        different = _first_different(names, *both, lambda true: allowed and allowed * _largest([true]))
+        different = replay.first_different(map("result {}".format, captured.chosen), outputs, results)
+        different = different or replay.first_different(*after, _after(state)[1])
         if not alike(tuple(attempt.plain), tuple(captured.attempt.plain)):
             different = different or f"a plain result, {captured.attempt.plain} in place of {attempt.plain},"
-        if not torch.equal(drawn, torch.get_rng_state()):
-            different = different or "the state of random numbers"
         if self.is_different(kind, different) or not any(attempt.differentiable):
             kind.known = kind.captured is not None
             return attempt.returned([attempt.results[n] for n in attempt.chosen])
         behind = [*self._learnt(kind), *[x for x in found.tensors if x.requires_grad]]
-        call = _Comparison(self, kind, attempt, replay)
-        backward = Backward(call, [[*range(len(behind))]])
-        tensors = backward.behind(tuple(results), kept, captured.differentiable, behind)
-        return attempt.returned(tensors)
+        backward = Backward(_Comparison(self, kind, attempt, replay), [[*range(len(behind))]])
+        return attempt.returned(backward.behind(tuple(results), kept, captured.differentiable, behind))
 
     def is_different(self, kind: _Kind, what: str) -> bool:
         """Whether a replay differs on any rank; an error unless such calls go on uncompiled. Collective."""
@@ -384,9 +377,19 @@ class _Replay:
         both = zip(able, strides, strict=True)
         return [laid_out(x, each) for x, each in both if x is not None and each is not None]
 
+    def first_different(self, names: Iterable[str], found: Iterable[Any], true: Iterable[Any]) -> str:
+        """The first tensor that differs from the split model's by more than rounding; empty if none does."""
+        return _first_different(names, found, true, lambda x: self.rounding and self.rounding * _largest([x]))
+
     def able(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Those of differentiable results."""
         return [x for x, each in zip(gradients, self.captured.differentiable, strict=True) if each]
+
+
+def _after(state: State) -> tuple[list[str], list[torch.Tensor]]:
+    # What a call may have changed: buffers, and the state of random numbers.
+    values = [*map(torch.clone, state.fixed.values()), torch.get_rng_state()]
+    return [*state.fixed, "the state of random numbers"], values
 
 
 class _Comparison:
@@ -406,13 +409,15 @@ class _Comparison:
         compares = kind.captured is captured
         if compares and kind.times < _TIMES:
             again = bool(owner.agreed("" if own == captured.strides else "other gradients"))
-        found = Gradients()
+        found, after = Gradients(), _after(kind.state)
         if compares and not again:
             given = replay.given(gradients)
             able = [given.pop(0) if x is not None else None for x in able]
             with unchanged(kind.state.fixed.values()):
                 for _ in captured.program.backward(found, kept, [x for x in able if x is not None]):
                     pass
+                # A checkpoint computes again, and so may change buffers and draw.
+                after = _after(kind.state)
         elif again:
             kind.strides, kind.again, kind.times = own, True, kind.times + 1
         chosen = [n for n, each in zip(captured.chosen, captured.differentiable, strict=True) if each]
@@ -427,6 +432,7 @@ class _Comparison:
             # A small gradient, or one that is zero but for rounding, is a sum of large numbers.
             allowed = replay.rounding and replay.rounding * _largest([*true, *gradients])
             different = _first_different(names, found, true, lambda _: allowed)
+            different = different or replay.first_different(*after, _after(kind.state)[1])
             kind.known = not owner.is_different(kind, different)
         some += true
         yield

@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import distribute
+from distdl_rma import UnsupportedError, distribute
+from distdl_rma.layers.capture.program import Program
 from tests.layers.model.test_compile import Pair, kinds, replayed, square
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4)]
@@ -113,6 +114,26 @@ def test_checkpoints_compute_their_forward_again(P_world, rows):
             saved.append(sum(each.nbytes for each in y.grad_fn.saved_tensors if each is not None))
         # Inputs of parts, and what torch saves of random numbers; all results of functions.
         assert saved[0] < saved[1] / 2 + 20_000, saved
+
+
+@pytest.mark.parametrize("what", ["bias", "random numbers"])
+def test_a_backward_that_changes_more_than_gradients_is_compared(P_world, comm, monkeypatch, what):
+    model = distribute(nn.Conv2d(1, 1, 3, padding=1), {"H": -1})
+    model.bias.requires_grad_(requires_grad=False)
+    true = Program.backward
+
+    def wrong(*given):
+        yield from true(*given)
+        if comm.rank == 1:
+            torch.rand(1) if what == "random numbers" else model.bias.data.add_(1)
+
+    monkeypatch.setattr(Program, "backward", wrong)
+    model.compile("replay")
+    with pytest.raises(UnsupportedError, match=f"rank 1: .*{what}.* of a replay differs"):
+        square(model(torch.rand(1, 1, 8, 6))).backward()
+    monkeypatch.undo()
+    square(model(torch.rand(1, 1, 8, 6))).backward()
+    assert kinds(model) == [True]
 
 
 def test_a_recording_keeps_no_result_that_the_call_does_not_keep(P_world):
