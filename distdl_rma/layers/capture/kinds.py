@@ -28,21 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    slice,
-    range,
-)
 _ROUNDED = float, complex
+_PLAIN = bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range, *_ROUNDED
 _HOLDERS = (dict, list, set, tuple)
 _UNSEEN = torch.Tensor, type, ModuleType
 # Of longer lists, so many elements are entered.
@@ -74,7 +61,9 @@ class Given:
     def __init__(self, arguments: Any, modes: Any) -> None:
         self._leaves, self._spec = flattened(arguments)
         self.tensors: list[torch.Tensor] = []
-        self.facts = modes, self._spec, [*map(self._fact, self._leaves)]
+        # Attributes of split tensors need no rules.
+        with torch._C.DisableTorchFunctionSubclass():
+            self.facts = modes, self._spec, [*map(self._fact, self._leaves)]
 
     def rebuilt(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The arguments with other blocks, and other plain tensors."""
@@ -150,7 +139,10 @@ class State:
         of_all: Any = (random, "_inst"), (np.random.mtrand, "_rand")
         for root in (model, step, *(getattr(*each) for each in of_all)):
             self._look("", root, frozenset())
-        self._contents = [part for x in self.holders for part in ((x, x.values()) if _is_dict(x) else (x,))]
+        # Most of them, as of hooks, are empty.
+        self._empty = [x for x in self.holders if not x]
+        filled = [x for x in self.holders if x]
+        self._contents = [part for x in filled for part in ((x, x.values()) if _is_dict(x) else (x,))]
         self.then = self.held()
         # A loss may be a module beside the model, with parameters of the same names.
         inner = {child for module in self.modules for child in module.children()}
@@ -246,7 +238,7 @@ class State:
     def is_unchanged(self) -> bool:
         """Whether the same is held as when this was made."""
         now, then = self.held(), self.then
-        if len(now) != len(then) or self.of_tensors() != self.facts:
+        if any(self._empty) or len(now) != len(then) or self.of_tensors() != self.facts:
             return False
         return all(map(is_, now, then)) or all(map(alike, now, then))
 
