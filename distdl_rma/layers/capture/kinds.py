@@ -36,6 +36,8 @@ _UNSEEN = torch.Tensor, type, ModuleType
 _MANY = 1000
 _LIBRARIES = {"torch", "numpy", "distdl_rma", "mpi4py", *sys.stdlib_module_names}
 _of_tensor = attrgetter("requires_grad", "dtype", "shape")
+# What may be assigned to a function anew, as notebooks do with changed code.
+_OF_FUNCTION = [*map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
 
 
 class NotCapturedError(Exception):
@@ -132,6 +134,7 @@ class State:
         self.paths: list[str] = []
         self._tables: list[tuple[Any, list[str]]] = []
         self._cells: list[tuple[str, Any]] = []
+        self._functions: list[FunctionType] = []
         self.modules: list[nn.Module] = []
         # Generators of random numbers of Python and numpy.
         self.generators: list[Any] = []
@@ -199,6 +202,7 @@ class State:
         if not isinstance(inner, FunctionType) or _is_of_library(inner) or of_class:
             return
         self._met[id(inner)] = inner
+        self._functions.append(inner)
         names = _names_in(inner.__code__)
         for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
             self._cells.append((name, cell))
@@ -229,6 +233,8 @@ class State:
         found = [*chain.from_iterable(self._contents)]
         for table, names in self._tables:
             found += [table.get(name, _ABSENT) for name in names]
+        for of_each in _OF_FUNCTION:
+            found += map(of_each, self._functions)
         return found + [_content(cell) for _, cell in self._cells]
 
     def of_tensors(self) -> list[Any]:

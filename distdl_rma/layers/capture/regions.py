@@ -59,7 +59,8 @@ _FEW = 256
 _FEWEST = 2
 
 
-# Translated regions of this process: blocks of a network are often alike.
+# Translated regions of this process, the latest ones: blocks of a network are often alike.
+_LATEST = 1000
 _TRANSLATED: dict[Any, Callable[..., Any]] = {}
 
 
@@ -201,6 +202,7 @@ class Regions:
                 warnings.simplefilter("ignore")
                 if (code := _TRANSLATED.get(key)) is None:
                     code = _TRANSLATED[key] = _translated(function, examples)
+                    _TRANSLATED.pop(next(iter(_TRANSLATED))) if len(_TRANSLATED) > _LATEST else None
                 results = code(*examples)
         except Exception as error:
             what = str(error).strip().partition("\n")[0]

@@ -502,6 +502,10 @@ def helper(y):
     return y * W
 
 
+def by_default(y, factor=1.0, *, more=0.0):
+    return y * factor + more
+
+
 def _changes_w():
     globals()["W"] += 0.5
 
@@ -524,6 +528,10 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.part(self.conv(x))
+
+
+def _changes_code():
+    by_default.__code__ = (lambda y, factor=1.0, *, more=0.0: y * factor - more).__code__
 
 
 def mean_of(model):
@@ -549,6 +557,15 @@ NAMED = {
         lambda c, t: c.table["slopes"].__setitem__(0, c.table["slopes"][0] + 1),
     ),
     "a key": (lambda m, c, t: lambda x: c(m(x)), lambda c, t: _changes_key(c)),
+    "a default value": (
+        lambda m, c, t: lambda x: by_default(m(x)).mean(),
+        lambda c, t: setattr(by_default, "__defaults__", (2.0,)),
+    ),
+    "one by name": (
+        lambda m, c, t: lambda x: by_default(m(x)).mean(),
+        lambda c, t: setattr(by_default, "__kwdefaults__", {"more": 0.5}),
+    ),
+    "code": (lambda m, c, t: lambda x: by_default(m(x), more=1.0).mean(), lambda c, t: _changes_code()),
     "a tensor in a tuple": (lambda m, c, t: lambda x: m(x).mean() * t[0].exp(), lambda c, t: t[0].add_(0.25)),
 }
 

@@ -202,6 +202,20 @@ def test_without_a_compiler_calls_are_replayed(P_world, comm, monkeypatch, ranks
     assert compiled._compiled_call_impl.kinds[0].known and not compiled._compiled_call_impl.fuses
 
 
+@pytest.mark.sizes(2)
+@pytest.mark.processes
+def test_the_latest_regions_are_kept(P_world, monkeypatch):
+    monkeypatch.setattr(regions, "_TRANSLATED", {})
+    monkeypatch.setattr(regions, "_LATEST", 1)
+    more = nn.Conv2d(2, 1, 1), nn.Sigmoid()
+    split, compiled = pair(lambda: nn.Sequential(convs(2, nn.GroupNorm(2, 4)), *more))
+    compiled.compile()
+    make = lambda: torch.rand(2, 1, 9, 6)  # noqa: E731
+    found = steps(compiled, compiled, make, torch.float32)
+    close(found, steps(split, split, make, torch.float32), 1e-4, 1e-4)
+    assert len(regions._TRANSLATED) == 1
+
+
 @pytest.mark.parametrize("which", ["result", "gradient"])
 def test_a_region_that_differs_is_found(P_world, comm, monkeypatch, which):
     _, compiled = pair(lambda: convs(2, nn.GroupNorm(2, 4)))
