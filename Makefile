@@ -130,9 +130,9 @@ test-seldom: $(STAMP)
 	$(BIN)/python tests/run_mpi.py $(SELDOM)
 
 # Not installed here: its builds are for GPUs, of gigabytes.
-test-newer-torch: $(STAMP)  ## the process group with another torch (NEWER_TORCH=its python, with this package and pytest)
+test-newer-torch: $(STAMP)  ## the process group and split tensors with another torch (NEWER_TORCH=its python, with this package and pytest)
 	NEWER_TORCH=$(NEWER_TORCH) $(BIN)/python -m pytest tests/torch_backend/test_newer_torch.py
-	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 -- tests/torch_backend
+	$(NEWER_TORCH) tests/run_mpi.py --ranks 2 3 $(TODAYS) -- tests/torch_backend tests/layers/split tests/layers/sync
 
 # Two ranks share the card.
 test-gpu: $(STAMP)  ## tensors on devices, on a real GPU, where there is one

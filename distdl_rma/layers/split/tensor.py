@@ -70,9 +70,9 @@ _ONE_ALONE = frozenset({"query", "value", "refused"})
 # Kinds whose ranks exchange data: with a checkpoint, all ranks recompute them, or none does.
 _EXCHANGING = frozenset({"window", "norm", "reduction", "loss", "movement", "contraction"})
 _NOTHING: dict[str, Any] = {}
-# Shape queries that torch makes within its own code; torch 2.8 has not all of them.
+# Shape queries that torch makes within its own code.
 _QUERIES = "dim", "size", "sym_size", "numel", "sym_numel", "is_contiguous", "sym_is_contiguous"
-_SHAPE_QUERIES = frozenset(getattr(torch.ops.aten, name, None) for name in _QUERIES)
+_SHAPE_QUERIES = frozenset(getattr(torch.ops.aten, name) for name in _QUERIES)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 # Reason for refusing access to the values of a cut tensor.
 ON_MANY_RANKS = "the values are on many ranks; full_tensor() brings all of them, to_local() shows those here"
