@@ -1,4 +1,7 @@
-"""Small tensors, against what a user writes by hand with mpi4py: a convolution's step, and a repartition."""
+"""Small tensors, against what a user writes by hand with mpi4py: a convolution's step, and a repartition.
+
+The step of a convolution, a group norm and an activation by hand is for ``compiled.py``.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +101,67 @@ class HaloRows(torch.autograd.Function):
         mine[:, :, :1] += above
         mine[:, :, -1:] += below
         return mine
+
+
+class NormOfAll(torch.autograd.Function):
+    """Group norm of an image whose rows are on all ranks: one sum of moments, and one of the backward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, groups: int, eps: float) -> torch.Tensor:
+        parts = x.view(len(x), groups, -1)
+        sums = torch.stack([each.sum(2, dtype=torch.float64) for each in (parts, parts * parts)])
+        COMM.Allreduce(MPI.IN_PLACE, sums.numpy())
+        ctx.count, ctx.groups = parts.shape[2] * COMM.size, groups
+        mean, squares = sums / ctx.count
+        mean, inverse = _of_channels(x, mean, (squares - mean * mean + eps).rsqrt())
+        factor = inverse * weight
+        ctx.save_for_backward(x, weight, mean, inverse)
+        return torch.addcmul(_wide(bias - mean * factor), x, _wide(factor))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (gradient,), (x, weight, mean, inverse) = gradients, ctx.saved_tensors
+        total, product = (each.sum((2, 3), dtype=torch.float64) for each in (gradient, gradient * x))
+        product = (product - mean * total) * inverse
+        pair = torch.stack([total, product]) * weight
+        sums = pair.view(2, len(x), ctx.groups, -1).sum(3)
+        COMM.Allreduce(MPI.IN_PLACE, sums.numpy())
+        first, second = _of_channels(x, *(sums / ctx.count))
+        slope = -second * inverse * inverse
+        d_x = gradient * _wide(inverse * weight) + x * _wide(slope) - _wide(first * inverse + slope * mean)
+        return d_x, product.sum(0).float(), total.sum(0).float(), None, None
+
+
+def _of_channels(x: torch.Tensor, *of_groups: torch.Tensor) -> list[torch.Tensor]:
+    return [each.repeat_interleave(x.shape[1] // each.shape[1], 1) for each in of_groups]
+
+
+def _wide(of_channels: torch.Tensor) -> torch.Tensor:
+    return of_channels.float()[..., None, None]
+
+
+def step_of_block(block: Any, x: torch.Tensor, target: torch.Tensor) -> Callable[[], float]:
+    """Step of a convolution, a group norm and an activation by hand; the ranks have as many rows each."""
+    convolution, norm, activation = block
+    convolution.padding = (0, 1)
+    parameters = [*block.parameters()]
+    counts = [each.numel() for each in parameters]
+
+    def step() -> float:
+        block.zero_grad()
+        y = convolution(HaloRows.apply(x))  # type: ignore[no-untyped-call]
+        y = NormOfAll.apply(y, norm.weight, norm.bias, norm.num_groups, norm.eps)  # type: ignore[no-untyped-call]
+        loss = nn.functional.mse_loss(activation(y), target) / COMM.size
+        value = loss.detach().clone()
+        COMM.Allreduce(MPI.IN_PLACE, value.numpy())
+        loss.backward()
+        flat = torch.cat([each.grad.flatten() for each in parameters])
+        COMM.Allreduce(MPI.IN_PLACE, flat.numpy())
+        for parameter, part in zip(parameters, flat.split(counts), strict=True):
+            parameter.grad = part.view(parameter.shape)
+        return float(value)
+
+    return step
 
 
 def _exchanged(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 A step is forward, loss and backward with the sums of gradients. ``compiled`` is ``model.compile()``, ``with
 its loss`` is ``capture`` with the loss in it, and ``replay`` is that without a compiler. The bare half is the
-model alone on its half of the image, on both ranks at once. All of a case are measured in turn.
+model alone on its half of the image, on both ranks at once. All of a case are measured in turn. A single
+block is also written by hand, with mpi4py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.by_hand import step_of_block
 from benchmarks.measure import Row, in_turn, summary
 from distdl_rma import Machine, capture, distribute, shard
 
@@ -90,8 +92,10 @@ def rows_of(what: str, case: Case, machine: Machine) -> Iterator[Row]:
     compiled.compile()
     replay = capture(lambda x, target: F.mse_loss(of_replay(x), target), backend="replay")
     step = capture(lambda x, target: F.mse_loss(of_step(x), target))
+    by_hand = {"by hand": step_of_block(copy.deepcopy(alone), *half)} if case.model is block else {}
     samples = in_turn(
-        {
+        by_hand
+        | {
             "bare": step_of(alone, lambda x, target: F.mse_loss(alone(x), target), half),
             "split tensors": step_of(split, lambda x, target: F.mse_loss(split(x), target), parts),
             "replay with its loss": step_of(of_replay, replay, parts),
@@ -101,7 +105,7 @@ def rows_of(what: str, case: Case, machine: Machine) -> Iterator[Row]:
         case.repetitions,
     )
     found = {name: summary([1e6 * seconds for seconds in taken]) for name, taken in samples.items()}
-    for name in list(found)[1:]:
+    for name in [each for each in found if each != "bare"]:
         target = case.target if name == "compiled with its loss" else None
         yield Row(f"{what}: step, {name}", "bare half", *found[name], *found["bare"], target)
     for model in models:
