@@ -251,6 +251,11 @@ def _compiled(make: Callable[[Regions], Program], regions: Regions, agreed: Call
     return found[0]
 
 
+def recorded_strides(x: torch.Tensor, compiles: bool) -> tuple[int, ...]:
+    """Strides in which a gradient is recorded: compiled code reads no more elements than it was made for."""
+    return x.contiguous().stride() if compiles and 0 in x.stride() else x.stride()
+
+
 def laid_out(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """The tensor with such strides; without, where these put elements in one place."""
     if x.stride() == strides:

@@ -223,8 +223,8 @@ def _translated(function: Callable[..., Any], examples: Sequence[torch.Tensor]) 
     table = select_decomp_table()
     graph = make_fx(torch.func.functionalize(function), table, tracing_mode="fake")(*examples)
     fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    # A process of MPI must not fork. Operands have the recorded layouts: what is given is of the same kind.
-    with config.patch(compile_threads=1, layout_optimization=False, size_asserts=False):
+    # A process of MPI must not fork.
+    with config.patch(compile_threads=1, layout_optimization=False):
         code: Any = compile_fx_inner(graph, fakes)
     # Without what only a first call needs.
     call = code.current_callable

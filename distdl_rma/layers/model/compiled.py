@@ -35,7 +35,14 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
-from distdl_rma.layers.capture.attempt import Attempt, Captured, laid_out, record, unchanged
+from distdl_rma.layers.capture.attempt import (
+    Attempt,
+    Captured,
+    laid_out,
+    record,
+    recorded_strides,
+    unchanged,
+)
 from distdl_rma.layers.capture.kinds import (
     Given,
     NotCapturedError,
@@ -405,7 +412,8 @@ class _Comparison:
         """Put gradients of the split model into ``some``, in one piece; blocking, collective."""
         kind, owner, replay = self._kind, self._owner, self._replay
         captured, able = replay.captured, replay.able(gradients)
-        own, again = [x if x is None else x.stride() for x in able], False
+        own = [x if x is None else recorded_strides(x, owner.fuses) for x in able]
+        again = False
         compares = kind.captured is captured
         if compares and kind.times < _TIMES:
             again = bool(owner.agreed("" if own == captured.strides else "other gradients"))

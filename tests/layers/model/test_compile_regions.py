@@ -202,6 +202,20 @@ def test_without_a_compiler_calls_are_replayed(P_world, comm, monkeypatch, ranks
     assert compiled._compiled_call_impl.kinds[0].known and not compiled._compiled_call_impl.fuses
 
 
+def test_a_first_gradient_of_elements_in_one_place(P_world):
+    """The gradient of a sum has strides of zero, those behind it have not."""
+    split, compiled = pair(lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Sigmoid(), nn.Tanh()))
+    compiled.compile()
+    last = (lambda y: y.sum(3).square().sum(), lambda y: (y.transpose(2, 3) * 2).sum(), square)
+    for at, loss in enumerate((*[torch.Tensor.sum] * 3, *last, lambda y: y[..., ::2].sum())):
+        found = list[list[torch.Tensor]]()
+        for model in (split, compiled):
+            model.zero_grad()
+            loss(model(torch.rand(2, 1, 8, 6, generator=torch.Generator().manual_seed(at)))).backward()
+            found += [[p.grad.clone() for p in model.parameters()]]
+        close(*found, 1e-4, 1e-4)
+
+
 @pytest.mark.sizes(2)
 @pytest.mark.processes
 def test_the_latest_regions_are_kept(P_world, monkeypatch):
