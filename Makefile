@@ -49,7 +49,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help demo test test-all room docs package bench bench-compare bench-docs bench-gains bench-scaling fuzz mutants lint types imports test-plain test-slow test-rest test-mpi test-virtual test-processes test-one-rank durations test-openmpi test-seldom test-hosts test-newer-torch test-gpu clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s%s\n", $$1, $$2 }' Makefile
 
 # mpiexec gives its ranks a pipe for a terminal: without a word, rich would show no progress bar.
 demo: export TTY_COMPATIBLE ?= $(if $(MAKE_TERMOUT),1)

@@ -252,7 +252,7 @@ def _compiled(make: Callable[[Regions], Program], regions: Regions, agreed: Call
 
 
 def recorded_strides(x: torch.Tensor, compiles: bool) -> tuple[int, ...]:
-    """Strides in which a gradient is recorded: compiled code reads no more elements than it was made for."""
+    """Strides in which a gradient is recorded: for a compiler, dense ones if its elements share memory."""
     return x.contiguous().stride() if compiles and 0 in x.stride() else x.stride()
 
 
