@@ -163,7 +163,7 @@ ON_CHANNELS_LAST = {
 }
 ON_TOKENS = {
     # The block alone has as many queries, and a part of the keys.
-    "attention": Function(applied(lambda x: F.scaled_dot_product_attention(x, x, x)), 2.05, 250.0),
+    "attention": Function(applied(lambda x: F.scaled_dot_product_attention(x, x, x)), 2.05, 250.0)
 }
 # With the ratios of the same functions of images.
 ON_VOLUMES = {

@@ -57,9 +57,7 @@ html_css_files = ["site.css"]
 html_js_files = [("versions.js", {"defer": "defer"})]
 templates_path = ["templates"]
 SIDEBAR = "brand", "search", "scroll-start", "navigation", "scroll-end"
-html_sidebars = {
-    "**": [*(f"sidebar/{part}.html" for part in SIDEBAR), "versions.html"],
-}
+html_sidebars = {"**": [*(f"sidebar/{part}.html" for part in SIDEBAR), "versions.html"]}
 
 
 def add_contents(_app: Sphinx, page: str, source: list[str]) -> None:

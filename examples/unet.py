@@ -87,11 +87,7 @@ class State:
 
 
 def run(
-    chosen: Options,
-    lessons: Sequence[Photographs],
-    exam: Photographs,
-    machine: Machine,
-    team: MPI.Intracomm,
+    chosen: Options, lessons: Sequence[Photographs], exam: Photographs, machine: Machine, team: MPI.Intracomm
 ) -> State:
     """Train and draw on the ranks of the machine; return the state after the first steps."""
     places = levels(chosen.size, layouts(machine.size)[chosen.layout])

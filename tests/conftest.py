@@ -38,10 +38,7 @@ ON_TWO_HOSTS = "TWO_HOSTS_RANKS" in os.environ
 TRANSPORTS = ["auto"] if ON_TWO_HOSTS else ["auto", "remote"]
 LOCKSTEP = pytest.StashKey[Lockstep]()
 # What the file of a test of make test-processes or test-slow has in it, or the conftest.py beside it.
-NEEDED = {
-    "mpi and processes": ("mark.processes", 'marker("processes")'),
-    "slow and not mpi": ("mark.slow",),
-}
+NEEDED = {"mpi and processes": ("mark.processes", 'marker("processes")'), "slow and not mpi": ("mark.slow",)}
 SHARE_A_JOB = ("tests/test_docs.py",)
 LEFT_OUT = pytest.StashKey[str]()
 LEFT = pytest.StashKey[int]()

@@ -70,13 +70,7 @@ def unet(side: int, samples: int) -> Network:
         return torch.randn(1, CLASSES, *shape)
 
     return Network(
-        f"U-Net, width {WIDTH}",
-        "2-D U-Net",
-        (side, side),
-        lambda: UNet(WIDTH),
-        target,
-        F.mse_loss,
-        samples,
+        f"U-Net, width {WIDTH}", "2-D U-Net", (side, side), lambda: UNet(WIDTH), target, F.mse_loss, samples
     )
 
 

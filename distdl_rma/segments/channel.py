@@ -68,12 +68,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        manager: SegmentManager,
-        exchange: Exchange,
-        dtype: DTypeLike,
-        name: str,
-        lands: bool = False,
+        self, manager: SegmentManager, exchange: Exchange, dtype: DTypeLike, name: str, lands: bool = False
     ) -> None:
         self.exchange, self.dtype, self.name = exchange, np.dtype(dtype), name
         self._manager = manager

@@ -27,13 +27,7 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-from distdl_rma.errors import (
-    DistdlError,
-    ExchangeTimeout,
-    PartitionError,
-    PeerFailedError,
-    SegmentError,
-)
+from distdl_rma.errors import DistdlError, ExchangeTimeout, PartitionError, PeerFailedError, SegmentError
 from distdl_rma.segments.memory.array_bytes import as_count
 from distdl_rma.segments.memory.buffer import SegmentBuffer
 from distdl_rma.segments.memory.context import Queue, SegmentContext, Uncopyable, refuse_fork

@@ -84,8 +84,7 @@ def test_a_size_that_is_too_small_is_named(comm, monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("options", "registers", "grows"),
-    [({}, (), True), ({"node_size": 1}, (), True), ({}, (1,), False)],
+    ("options", "registers", "grows"), [({}, (), True), ({"node_size": 1}, (), True), ({}, (1,), False)]
 )
 def test_without_a_size_there_is_room_to_grow_where_pages_are_taken_when_touched(
     comm, monkeypatch, options, registers, grows

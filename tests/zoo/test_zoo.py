@@ -7,12 +7,7 @@ import pytest
 from tests.zoo.page import OUTCOMES, PAGE, read, written
 from tests.zoo.zoo import compared, models
 
-HERE = (
-    "monai/BasicUNet",
-    "monai/VoxelMorph",
-    "torchvision/squeezenet1_1",
-    "torchvision/VisionTransformer",
-)
+HERE = ("monai/BasicUNet", "monai/VoxelMorph", "torchvision/squeezenet1_1", "torchvision/VisionTransformer")
 
 
 def test_the_page_has_a_row_for_each_model_of_the_list():

@@ -34,14 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl_rma.errors import (
-    ArgumentError,
-    DataError,
-    ProtocolError,
-    ShapeError,
-    UnsupportedError,
-    told,
-)
+from distdl_rma.errors import ArgumentError, DataError, ProtocolError, ShapeError, UnsupportedError, told
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Listed, Split, lengths_of
 from distdl_rma.layers.dtypes import NUMPY, as_numbers

@@ -35,22 +35,8 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from distdl_rma.errors import ConfigurationError, DistdlError, UnsupportedError
-from distdl_rma.layers.capture.attempt import (
-    Attempt,
-    Captured,
-    laid_out,
-    record,
-    recorded_strides,
-    unchanged,
-)
-from distdl_rma.layers.capture.kinds import (
-    Given,
-    NotCapturedError,
-    OtherNumbersError,
-    State,
-    alike,
-    refuse,
-)
+from distdl_rma.layers.capture.attempt import Attempt, Captured, laid_out, record, recorded_strides, unchanged
+from distdl_rma.layers.capture.kinds import Given, NotCapturedError, OtherNumbersError, State, alike, refuse
 from distdl_rma.layers.capture.program import Backward, Gradients, Kept
 from distdl_rma.layers.capture.regions import CompilerError
 from distdl_rma.layers.checks.gradient_origin import note_reached_split

@@ -129,11 +129,7 @@ class Concat(Operation):
     output: Decomposition
 
     def __init__(
-        self,
-        site: CallSite,
-        sources: Sequence[Decomposition],
-        dtypes: Sequence[torch.dtype],
-        P_y: Partition,
+        self, site: CallSite, sources: Sequence[Decomposition], dtypes: Sequence[torch.dtype], P_y: Partition
     ) -> None:
         shape, self.dtype = joined([source.shape for source in sources], dtypes)
         target, first = Decomposition.balanced(P_y, shape), sources[0]

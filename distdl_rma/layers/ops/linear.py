@@ -26,10 +26,7 @@ from distdl_rma.errors import ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.core.autograd import (
-    OperatorFunction,
-    uncompiled,
-)
+from distdl_rma.layers.ops.core.autograd import OperatorFunction, uncompiled
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.core.operation import GatherComputeScatter
 from distdl_rma.layers.ops.core.staged import movement_or_none

@@ -205,11 +205,7 @@ class AllGather(LayerAlongAxes, _OfBlocks):
     _argument = "axes_all_gather"
 
     def __init__(
-        self,
-        P_x: Partition,
-        axes_all_gather: Axes = None,
-        axes_keep: Axes = None,
-        **options: Any,
+        self, P_x: Partition, axes_all_gather: Axes = None, axes_keep: Axes = None, **options: Any
     ) -> None:
         super().__init__(P_x, axes_all_gather, axes_keep, **options)
 
@@ -236,11 +232,7 @@ class ReduceScatter(LayerAlongAxes, _OfBlocks):
     _argument = "axes_reduce_scatter"
 
     def __init__(
-        self,
-        P_x: Partition,
-        axes_reduce_scatter: Axes = None,
-        axes_keep: Axes = None,
-        **options: Any,
+        self, P_x: Partition, axes_reduce_scatter: Axes = None, axes_keep: Axes = None, **options: Any
     ) -> None:
         super().__init__(P_x, axes_reduce_scatter, axes_keep, **options)
         self.summed = self.axes

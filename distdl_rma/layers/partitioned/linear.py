@@ -20,14 +20,7 @@ from torch import nn
 
 from distdl_rma.errors import PartitionError, UnsupportedError
 from distdl_rma.geometry.partition import Partition
-from distdl_rma.layers.ops.linear import (
-    BLOCKS,
-    COLUMNS,
-    ROWS,
-    LinearGrid,
-    SplitLinear,
-    grid_of_workers,
-)
+from distdl_rma.layers.ops.linear import BLOCKS, COLUMNS, ROWS, LinearGrid, SplitLinear, grid_of_workers
 from distdl_rma.layers.partitioned.core.arguments import (
     OF_TENSORS,
     PlacedOptions,

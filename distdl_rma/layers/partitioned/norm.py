@@ -29,12 +29,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from distdl_rma.errors import (
-    ArgumentError,
-    ConfigurationError,
-    MismatchError,
-    UnsupportedError,
-)
+from distdl_rma.errors import ArgumentError, ConfigurationError, MismatchError, UnsupportedError
 from distdl_rma.geometry.box import LEADING
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.intervals import Balanced

@@ -110,11 +110,7 @@ Handled = Callable[..., Any]
 
 
 def of_cut(
-    *,
-    empty: bool = True,
-    uncut: bool = False,
-    plain: str = "",
-    otherwise: Handler = on_whole_tensors,
+    *, empty: bool = True, uncut: bool = False, plain: str = "", otherwise: Handler = on_whole_tensors
 ) -> Callable[[Handled], Handler]:
     """Makes a handler of functions whose first tensor is cut; else every rank computes the whole result.
 

@@ -54,12 +54,7 @@ class SteppedAlgorithm(Scripted, ABC):
     needs_progress = True
 
     def __init__(
-        self,
-        site: CollectiveSite,
-        count: int,
-        dtype: np.dtype[Any],
-        across: Sequence[int],
-        terms: str,
+        self, site: CollectiveSite, count: int, dtype: np.dtype[Any], across: Sequence[int], terms: str
     ) -> None:
         manager, layout, name = site
         super().__init__(manager)

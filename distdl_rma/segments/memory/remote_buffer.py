@@ -32,13 +32,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from distdl_rma.errors import ArgumentError, ShapeError
 from distdl_rma.segments.large_arrays import copy, number_of_threads
-from distdl_rma.segments.memory.array_bytes import (
-    PLAIN,
-    as_bytes,
-    as_integer,
-    as_offset,
-    as_target,
-)
+from distdl_rma.segments.memory.array_bytes import PLAIN, as_bytes, as_integer, as_offset, as_target
 from distdl_rma.segments.memory.context import Queue, SegmentContext, check_queue
 from distdl_rma.segments.options import check_timeout
 from distdl_rma.segments.transport.heap import Bytes

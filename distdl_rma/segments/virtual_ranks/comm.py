@@ -34,13 +34,7 @@ from numpy.typing import NDArray
 
 from distdl_rma.errors import ArgumentError, ProtocolError
 from distdl_rma.segments.options import check_communicator
-from distdl_rma.segments.virtual_ranks.network import (
-    Event,
-    VirtualRequest,
-    VirtualWindow,
-    flat,
-    reduced,
-)
+from distdl_rma.segments.virtual_ranks.network import Event, VirtualRequest, VirtualWindow, flat, reduced
 from distdl_rma.segments.virtual_ranks.turns import Turns
 
 _F = TypeVar("_F")

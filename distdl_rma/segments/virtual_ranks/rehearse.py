@@ -30,11 +30,7 @@ _MT19937_BYTES = 2500
 
 
 def rehearse(
-    ranks: int,
-    function: Callable[..., _T],
-    *args: Any,
-    seed: int = 0,
-    nodes: int | Sequence[int] = 1,
+    ranks: int, function: Callable[..., _T], *args: Any, seed: int = 0, nodes: int | Sequence[int] = 1
 ) -> list[_T]:
     """Call ``function(comm, *args)`` on virtual ranks in this process; return the results by rank.
 

@@ -15,14 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from distdl_rma import (
-    ConfigurationError,
-    MismatchError,
-    UnsupportedError,
-    capture,
-    distribute,
-    shard,
-)
+from distdl_rma import ConfigurationError, MismatchError, UnsupportedError, capture, distribute, shard
 from tests.layers.model.nets import FNO2d, UNet
 from tests.layers.model.test_nets import MODELS as MODELS_OF_ALL
 from tests.layers.model.test_nets import made, zoo

@@ -7,12 +7,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.movement import CallSite, movements_through
-from distdl_rma.layers.ops.data_movement import (
-    StagedMove,
-    all_sum_reduce,
-    broadcast,
-    joined,
-)
+from distdl_rma.layers.ops.data_movement import StagedMove, all_sum_reduce, broadcast, joined
 
 mpi = pytest.mark.mpi
 NEEDS, SHAPE, F64 = GradientNeeds(True, False), (7, 5), torch.float64

@@ -12,11 +12,7 @@ from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers.ops import resizing
 from distdl_rma.layers.ops.core.movement import CallSite
-from distdl_rma.layers.ops.resizing import (
-    Resize,
-    ResizeOptions,
-    Resizing,
-)
+from distdl_rma.layers.ops.resizing import Resize, ResizeOptions, Resizing
 
 
 @pytest.mark.parametrize("recompute", [None, True])

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from distdl_rma import (
-    Distribution,
-    Machine,
-    MismatchError,
-    PartitionError,
-    ShapeError,
-    UnsupportedError,
-)
+from distdl_rma import Distribution, Machine, MismatchError, PartitionError, ShapeError, UnsupportedError
 from distdl_rma.layers import Concat, Conv, InstanceNorm
 
 pytestmark = pytest.mark.mpi

@@ -48,10 +48,7 @@ MATRICES = {
     "probabilities": lambda x, d: F.cross_entropy(x, torch.eye(4).double()[LABELS]),
     "root mean square": lambda x, d: F.rms_norm(x, (4,)),
 }
-RESIZED = {
-    "bicubic": ((4, 5), (4, 7), (6, 5), (7, 8)),
-    "bilinear": ((4, 7), (7, 5), (7, 8), (8, 10), (1, 1)),
-}
+RESIZED = {"bicubic": ((4, 5), (4, 7), (6, 5), (7, 8)), "bilinear": ((4, 7), (7, 5), (7, 8), (8, 10), (1, 1))}
 
 
 def drawn(*shape):

@@ -67,10 +67,7 @@ CONTRADICTIONS = {
         {},
     ),
     # What learns on one rank only, or is registered anew on some of its ranks.
-    r"\(4, 3\) float32 on rank 0 but \(4, 3\) float32, frozen on rank 1$": (
-        {},
-        weight(4, 3, learns=False),
-    ),
+    r"\(4, 3\) float32 on rank 0 but \(4, 3\) float32, frozen on rank 1$": ({}, weight(4, 3, learns=False)),
     r"on rank 0 but \(4, 3\) float32, registered earlier on rank 1$": ({}, {"new": False}),
     # The order of what travels together.
     "^'head.weight' on rank 0 comes where 'tail.weight' does on rank 1": (

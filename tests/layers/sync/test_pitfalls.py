@@ -8,12 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from distdl_rma import (
-    ConfigurationError,
-    GradientSync,
-    ProtocolError,
-    UnsupportedError,
-)
+from distdl_rma import ConfigurationError, GradientSync, ProtocolError, UnsupportedError
 from distdl_rma.geometry import Decomposition
 from distdl_rma.layers import DistributedConv1d, DistributedEmbedding, DistributedLinear
 from tests.layers.partitioned.sequential import agree, shard

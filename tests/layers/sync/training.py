@@ -6,11 +6,7 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync
-from distdl_rma.layers import (
-    DistributedConv2d,
-    DistributedInstanceNorm2d,
-    DistributedMSELoss,
-)
+from distdl_rma.layers import DistributedConv2d, DistributedInstanceNorm2d, DistributedMSELoss
 from tests.layers.partitioned.sequential import grids, shard
 
 

@@ -8,13 +8,7 @@ import pytest
 
 from distdl_rma import ExchangeTimeout, Machine, ProtocolError
 from distdl_rma.segments import Allreduce
-from distdl_rma.segments.collectives.between_nodes import (
-    Messages,
-    in_pieces,
-    looks,
-    number_of_pieces,
-    slices,
-)
+from distdl_rma.segments.collectives.between_nodes import Messages, in_pieces, looks, number_of_pieces, slices
 from distdl_rma.segments.waiting.header import WaitReason
 
 LONG = 30_000

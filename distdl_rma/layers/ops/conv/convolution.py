@@ -41,11 +41,7 @@ from distdl_rma.geometry.intervals import Balanced, Split
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.dtypes import as_words, sum_dtype
 from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.layers.ops.conv.own_and_halo import (
-    OwnAndHalo,
-    Patch,
-    with_channels,
-)
+from distdl_rma.layers.ops.conv.own_and_halo import OwnAndHalo, Patch, with_channels
 from distdl_rma.layers.ops.conv.pieces import InPieces, in_pieces
 from distdl_rma.layers.ops.conv.worker_grid import IN, ConvolutionOptions, channels_out
 from distdl_rma.layers.ops.core.autograd import (

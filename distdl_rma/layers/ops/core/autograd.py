@@ -50,10 +50,7 @@ hooks_of_saved: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_de
 _transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-_fake: Callable[[], object] = partial(
-    torch._C._get_dispatch_mode,
-    torch._C._TorchDispatchModeKey.FAKE,
-)
+_fake: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
 class _Layer(Protocol):

@@ -86,10 +86,7 @@ def reduction_of(
 
 
 def outputs_of(
-    machine: Machine,
-    source: Decomposition,
-    output: Decomposition,
-    reads: Callable[[], Sequence[Reads]],
+    machine: Machine, source: Decomposition, output: Decomposition, reads: Callable[[], Sequence[Reads]]
 ) -> Decomposition:
     """Decomposition of the outputs of windows: ``output``; in order, one that reads from earlier ranks only.
 

@@ -97,11 +97,7 @@ class StagedMovement:
     """
 
     def __init__(
-        self,
-        site: CallSite,
-        found: Sequence[Step],
-        dtype: torch.dtype,
-        images: Images = (),
+        self, site: CallSite, found: Sequence[Step], dtype: torch.dtype, images: Images = ()
     ) -> None:
         self.dtype, self._wide, self._site = dtype, sum_dtype(dtype), site
         self._made: list[Movement] = []
@@ -167,11 +163,7 @@ class StagedMovement:
         yield _Places(step.need, step.takes).unpack
 
     def _exchange(
-        self,
-        what: str,
-        source: Decomposition,
-        target: Decomposition,
-        images: Images = (),
+        self, what: str, source: Decomposition, target: Decomposition, images: Images = ()
     ) -> Iterator[Movement]:
         machine, name = self._site
         exchange = Exchange(machine.rank, source, target, images=images)

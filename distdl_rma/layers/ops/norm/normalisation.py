@@ -50,13 +50,7 @@ from distdl_rma.layers.ops.core.staged import Moves, movement_or_none
 from distdl_rma.layers.ops.core.tensors import as_array, as_tensor
 from distdl_rma.layers.ops.norm.fusible import FusibleNorm, Rows
 from distdl_rma.layers.ops.norm.statistic_groups import PAIR, Array, NormAxes, StatisticGroups
-from distdl_rma.layers.ops.norm.statistics import (
-    FLOATS,
-    Shifted,
-    Statistics,
-    as_type,
-    without_fp_errors,
-)
+from distdl_rma.layers.ops.norm.statistics import FLOATS, Shifted, Statistics, as_type, without_fp_errors
 from distdl_rma.layers.staging import down, up
 from distdl_rma.segments.collectives.allreduce import Allreduce
 
@@ -204,12 +198,7 @@ class _Scaling:
     """
 
     def __init__(
-        self,
-        plan: NormPlan,
-        like: Tensor,
-        moments: Pair,
-        weight: Tensor | None,
-        shifted: Shifted | None,
+        self, plan: NormPlan, like: Tensor, moments: Pair, weight: Tensor | None, shifted: Shifted | None
     ) -> None:
         mean, variance = moments
         groups = plan.statistics.groups

@@ -28,13 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from distdl_rma.errors import (
-    DistdlError,
-    ExchangeTimeout,
-    MismatchError,
-    PeerFailedError,
-    ProtocolError,
-)
+from distdl_rma.errors import DistdlError, ExchangeTimeout, MismatchError, PeerFailedError, ProtocolError
 from distdl_rma.geometry.exchange import fingerprint
 from distdl_rma.layers.ops.core.autograd import GradientNeeds
 from distdl_rma.layers.ops.core.operation import Operation

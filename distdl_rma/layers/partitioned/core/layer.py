@@ -25,12 +25,7 @@ from typing import Any, ClassVar, Self, Unpack
 import torch
 from torch import nn
 
-from distdl_rma.errors import (
-    ArgumentError,
-    PartitionError,
-    ProtocolError,
-    ShapeError,
-)
+from distdl_rma.errors import ArgumentError, PartitionError, ProtocolError, ShapeError
 from distdl_rma.geometry.decomposition import Decomposition
 from distdl_rma.geometry.partition import Partition
 from distdl_rma.layers.ops.core.autograd import anchored, idle
@@ -280,9 +275,7 @@ class DistributedLayer(CallbackModule):
         return Decomposition.balanced(P_x, shape)
 
     def place(
-        self,
-        values: Mapping[str, nn.Parameter | InitialValues | None],
-        placement: Callable[[str], Placement],
+        self, values: Mapping[str, nn.Parameter | InitialValues | None], placement: Callable[[str], Placement]
     ) -> None:
         """Register the layer's parameters, cut and placed by name; collective over the machine."""
         # A layer whose parameters are all None is one without parameters: its calls look for none.

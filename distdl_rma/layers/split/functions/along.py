@@ -25,19 +25,8 @@ from distdl_rma.layers.split.calls.signatures import mapped, tensors_in
 from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
-from distdl_rma.layers.split.operands import (
-    composition,
-    of_any_cut,
-    of_cut,
-    on_whole_tensors,
-)
-from distdl_rma.layers.split.reduction_axes import (
-    Along,
-    by_whole_dims,
-    computed,
-    positive,
-    with_whole,
-)
+from distdl_rma.layers.split.operands import composition, of_any_cut, of_cut, on_whole_tensors
+from distdl_rma.layers.split.reduction_axes import Along, by_whole_dims, computed, positive, with_whole
 from distdl_rma.layers.split.tensor import SplitTensor, composed
 
 _ALONG = "cumsum cumprod logcumsumexp cummax cummin argsort sort topk diff".split()

@@ -38,12 +38,7 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.pointwise import pointwise
-from distdl_rma.layers.split.functions.shapes import (
-    broadcast,
-    on_shape,
-    reshape,
-    uncut,
-)
+from distdl_rma.layers.split.functions.shapes import broadcast, on_shape, reshape, uncut
 from distdl_rma.layers.split.operands import (
     as_part,
     as_whole,

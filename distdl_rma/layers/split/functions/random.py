@@ -28,13 +28,7 @@ from distdl_rma.layers.split.calls.site import Site
 from distdl_rma.layers.split.calls.table import Call, rule
 from distdl_rma.layers.split.calls.torch_errors import checked_rule
 from distdl_rma.layers.split.functions.draws import fill, generator_of_block, seed_from
-from distdl_rma.layers.split.operands import (
-    as_blocks,
-    common_layout,
-    of_cut,
-    part_for,
-    site_for,
-)
+from distdl_rma.layers.split.operands import as_blocks, common_layout, of_cut, part_for, site_for
 from distdl_rma.layers.split.tensor import SplitTensor, checked_block, composed
 from distdl_rma.layers.split.views import begin_change
 from distdl_rma.layers.staging import up

@@ -6,10 +6,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import ShapeError
 from distdl_rma.geometry import Stencil
-from distdl_rma.layers.ops.conv.conv_transpose import (
-    least_outputs,
-    output_padding_for,
-)
+from distdl_rma.layers.ops.conv.conv_transpose import least_outputs, output_padding_for
 
 STENCIL = Stencil.of((3, 4), (2, 3), (1, 2), ((1, 1), (0, 0)))
 

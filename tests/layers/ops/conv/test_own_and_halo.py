@@ -11,10 +11,7 @@ import torch
 from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.layers.ops.conv.kernels import ConvolutionArguments, convolution
-from distdl_rma.layers.ops.conv.own_and_halo import (
-    OwnAndHalo,
-    with_channels,
-)
+from distdl_rma.layers.ops.conv.own_and_halo import OwnAndHalo, with_channels
 
 # One instance, and one channel.
 ONE = ((0, 1), (0, 1))

@@ -11,11 +11,7 @@ from distdl_rma.geometry.box import Box
 from distdl_rma.geometry.halo import Stencil, Window
 from distdl_rma.layers.ops.conv import pieces as pieces_file
 from distdl_rma.layers.ops.conv.own_and_halo import OwnAndHalo, with_channels
-from distdl_rma.layers.ops.conv.pieces import (
-    InPieces,
-    in_pieces,
-    pieces_of_data,
-)
+from distdl_rma.layers.ops.conv.pieces import InPieces, in_pieces, pieces_of_data
 from distdl_rma.layers.ops.core.result_memory import MAPPED
 from tests.layers.ops.conv.test_own_and_halo import random_parts
 

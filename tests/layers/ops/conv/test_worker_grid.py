@@ -11,12 +11,7 @@ from distdl_rma.layers.ops.conv.worker_grid import OUT, WorkerGrid, can_overlap,
 
 @pytest.mark.parametrize(
     ("mode", "groups", "channels", "overlaps"),
-    [
-        ("zeros", 1, 2, True),
-        ("zeros", 2, 1, True),
-        ("zeros", 2, 2, False),
-        ("reflect", 1, 1, False),
-    ],
+    [("zeros", 1, 2, True), ("zeros", 2, 1, True), ("zeros", 2, 2, False), ("reflect", 1, 1, False)],
 )
 def test_only_sums_over_disjoint_boxes_overlap(mode, groups, channels, overlaps):
     P_x = Partition((0, 1), (1, channels, 2 // channels), 0)

@@ -8,11 +8,7 @@ from torch import nn
 
 from distdl_rma import Machine, ShapeError
 from distdl_rma.geometry import Decomposition
-from distdl_rma.layers import (
-    DistributedBatchNorm1d,
-    DistributedLayerNorm,
-    DistributedRMSNorm,
-)
+from distdl_rma.layers import DistributedBatchNorm1d, DistributedLayerNorm, DistributedRMSNorm
 from distdl_rma.layers.ops.core.movement import CallSite
 from distdl_rma.layers.ops.norm import statistics
 from distdl_rma.layers.ops.norm.normalisation import Normalisation, NormOptions, by_constants
@@ -55,11 +51,7 @@ def test_inputs_that_do_not_fit_are_refused_when_it_is_made(P_world, comm):
     for shape, dtype, message in (
         ((2, 6, 10), torch.int64, "floating-point type is needed, got torch.int64"),
         ((2, 5, 10), torch.float32, r"has extents \(5,\) in dimensions \(1,\), the layer takes \(6,\)"),
-        (
-            (1, 6, 1),
-            torch.float32,
-            r"more than 1 value per channel .* the global input is \(1, 6, 1\)",
-        ),
+        ((1, 6, 1), torch.float32, r"more than 1 value per channel .* the global input is \(1, 6, 1\)"),
     ):
         with pytest.raises(ShapeError, match=message):
             Normalisation(site, Decomposition.balanced(P_x, shape), dtype, options, store, {})

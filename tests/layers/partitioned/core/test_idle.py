@@ -53,9 +53,7 @@ def test_the_output_of_an_idle_rank_has_no_elements_and_keeps_the_shape_of_such_
 
 
 @pytest.mark.parametrize(
-    "make",
-    [Repartition, lambda P_x, P_y: DistributedMaxPool2d(P_x, 1, P_y=P_y)],
-    ids=["moving", "pooling"],
+    "make", [Repartition, lambda P_x, P_y: DistributedMaxPool2d(P_x, 1, P_y=P_y)], ids=["moving", "pooling"]
 )
 def test_a_rank_without_output_gets_the_batch_and_gives_its_gradient(P_world, comm, make):
     layer = make(P_world.create_cartesian_topology_partition((1, 1, comm.size, 1)), alone(P_world))

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from distdl_rma import GradientSync
-from distdl_rma.layers import (
-    DistributedBatchNorm2d,
-    DistributedConv2d,
-    DistributedUpsample,
-)
+from distdl_rma.layers import DistributedBatchNorm2d, DistributedConv2d, DistributedUpsample
 from tests.layers.partitioned.every_layer import EVERY_LAYER, local, rows
 
 pytestmark = pytest.mark.mpi

@@ -9,12 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from distdl_rma import ArgumentError, ConfigurationError, GradientSync, Machine, ShapeError, shard
-from distdl_rma.layers import (
-    DistributedAvgPool2d,
-    DistributedConv2d,
-    DistributedInstanceNorm2d,
-    partitioned,
-)
+from distdl_rma.layers import DistributedAvgPool2d, DistributedConv2d, DistributedInstanceNorm2d, partitioned
 from tests.layers.partitioned.every_layer import local, rows
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3)]
