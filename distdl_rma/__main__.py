@@ -52,9 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-    if chosen.command == "predict":
-        return command.run(chosen)
-    return doctor(chosen.json, chosen.timeout)
+    return command.run(chosen) if chosen.command == "predict" else doctor(chosen.json, chosen.timeout)
 
 
 def script() -> NoReturn:

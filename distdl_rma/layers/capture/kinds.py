@@ -4,22 +4,31 @@ A recording has no branches. All that its Python code may branch on has to be as
 
     facts    of the arguments: layouts, shapes, strides and types of tensors, all other values;
              modes of torch; requires_grad, shape, strides and type of each parameter and buffer
-    state    the very objects that modules and functions hold and name (``State``); numbers and texts may
-             also be equal ones
+    state    the very objects that modules hold, and that code names (``State``); numbers and texts may also
+             be equal ones
 
 Both are read in each call, by a few functions in C: ``state`` is one flat list.
+
+Which attributes a call reads is not known before it, and in a replay it reads none. So all are compared whose
+names are in its code, wherever they stand in it. That is more than it reads, and at times a needless kind::
+
+    step -- names --> model.cfg.scale     code of the step and of the model names "cfg" and "scale"
+              |            |      |
+           methods      object   compared, as "scale" of any other object that was met
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dis import opmap
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, repeat
 from operator import attrgetter, is_
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +39,19 @@ from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 
 _ROUNDED = float, complex
 _PLAIN = bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range, *_ROUNDED
-_HOLDERS = (dict, list, set, tuple)
-_UNSEEN = torch.Tensor, type, ModuleType
+_HOLDERS = (dict, list, set, tuple, frozenset, deque)
 # Of longer lists, so many elements are entered.
 _MANY = 1000
-_LIBRARIES = {"torch", "numpy", "distdl_rma", "mpi4py", *sys.stdlib_module_names}
+# Objects of these are not entered, code of the others neither.
+_CLOSED = {"torch", "numpy", "distdl_rma", "mpi4py"}
+_LIBRARIES = _CLOSED.union(sys.stdlib_module_names)
+# Attributes of methods, properties and the like which are a function, or what it is called with.
+_PARTS = "__func__", "__self__", "__wrapped__", "fget", "func", "args", "keywords", "data"
+_OF_PYTHON = {"builtins", "functools", "collections"}
+_CONSTRUCTORS = {"__init__", "__new__"}
+# Methods that dataclasses have, and that name all their fields.
+_OF_ALL = {"__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__replace__"}
+_ABSENT = object()
 _of_tensor = attrgetter("requires_grad", "dtype", "shape")
 # What may be assigned to a function anew, as notebooks do with changed code.
 _OF_FUNCTION = [*map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
@@ -113,40 +130,105 @@ def split_like(x: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class _Slots(Mapping[str, Any]):
+    """Attributes of an object that are in slots, as a table."""
+
+    def __init__(self, x: Any, names: list[str]) -> None:
+        self._x, self._names = x, names
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in [*self]:
+            raise KeyError(name)
+        return getattr(self._x, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self._x, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Space(NamedTuple):
+    """Attributes of an object or a class, or variables of a Python module: of a table, the named ones."""
+
+    path: str
+    table: Any
+    names: set[str]
+    # Those that the walk has entered.
+    found: list[str]
+    # Whose attributes they are, if they are not set in the table.
+    owner: Any
+
+    def named(self) -> dict[str, Any]:
+        return {name: self.table[name] for name in sorted(self.table.keys() & self.names)}
+
+    def enter(self) -> list[str]:
+        """Names that are to be entered now, and have not been."""
+        wanted = self.table.keys() & self.names
+        if isinstance(self.owner, type):
+            called = {x for x, y in self.table.items() if x[:2] == "__" and isinstance(y, FunctionType)}
+            wanted = (wanted | called) - _CONSTRUCTORS - _OF_ALL
+        new = sorted(wanted.difference(self.found))
+        self.found.extend(new)
+        return new
+
+    def restore(self, before: dict[str, Any]) -> None:
+        """Put ``named`` back."""
+        owner, table = self.owner, self.table
+        drop = table.__delitem__ if owner is None else partial(delattr, owner)
+        put = table.__setitem__ if owner is None else partial(setattr, owner)
+        for name in self.named().keys() - before.keys():
+            drop(name)
+        for each in before.items():
+            put(*each)
+
+
 class State:
     """What the calls of a step may branch on, or change, beside their arguments; read again in each call.
 
     It is found by a walk, in which each object is met once::
 
-        module                    its attributes, its hooks, and its forward unless that is torch's
+        module                    all its attributes, and hooks
         list, dict, set, tuple    all in it
-        function, method          the variables that its code and code within it name: of closures, globals,
-                                  attributes of its object and of classes of that
-        other object              those of its attributes that the function names which led to it
+        function, method          variables that its code and code within it name: of closures, and globals;
+                                  Python modules that it imports; what default values of arguments hold
+        other object, class,      those of its attributes that any code names which was found
+        Python module
+        class of an object        its methods that Python itself calls, such as ``__getitem__``; of a class
+                                  that code names, its constructor
 
-    Objects of torch, numpy and this library are not entered. ``step`` is a function that calls the model,
-    None for the model itself.
+    Attributes lead to code, and code names more attributes: the walk goes on until there are no new ones.
+    Objects of torch, numpy and this library are not entered, and no code of these and of Python. ``step`` is
+    a function that calls the model, None for the model itself.
     """
 
     def __init__(self, model: nn.Module, step: Callable[..., Any] | None = None) -> None:
-        # Lists, dicts and sets, with their places; tables of variables, and which of them; cells of closures.
+        # Lists, dicts and sets, with their places; cells of closures; what has attributes.
         self.holders: list[Any] = []
         self.paths: list[str] = []
-        self._tables: list[tuple[Any, list[str]]] = []
         self._cells: list[tuple[str, Any]] = []
         self._functions: list[FunctionType] = []
         self.modules: list[nn.Module] = []
+        self._objects: list[Any] = []
         # Generators of random numbers of Python and numpy.
         self.generators: list[Any] = []
         self._met: dict[int, Any] = {}
+        # Names in all code that was found.
+        self._names = {"forward"}
+        self._spaces: dict[tuple[int, bool], _Space] = {}
         of_all: Any = (random, "_inst"), (np.random.mtrand, "_rand")
         for root in (model, step, *(getattr(*each) for each in of_all)):
-            self._look("", root, frozenset())
+            self._look("", root)
+        while sum(map(self._enter, [*self._spaces.values()])):
+            pass
         # Most of them, as of hooks, are empty.
         self._empty = [x for x in self.holders if not x]
         filled = [x for x in self.holders if x]
-        self._contents = [part for x in filled for part in ((x, x.values()) if _is_dict(x) else (x,))]
-        self.then = self.held()
+        self._contents = [part for x in filled for part in ((x, x.values()) if isinstance(x, dict) else (x,))]
+        self._entered = [(each.table.get, each.found) for each in self._spaces.values() if each.found]
+        classes = [each.table for each in self._spaces.values() if isinstance(each.owner, type)]
+        self._hiding = [*map(vars, self._objects), *classes]
+        self.then, self._first = self.held(), self.copy()
         # A loss may be a module beside the model, with parameters of the same names.
         inner = {child for module in self.modules for child in module.children()}
         outer = [module for module in self.modules if module not in inner]
@@ -163,78 +245,98 @@ class State:
         self.fixed = {name: x for name, x in named.items() if not x.requires_grad}
         self.facts = self.of_tensors()
 
-    def _look(self, path: str, x: Any, names: frozenset[str]) -> None:
-        if id(x) in self._met or type(x) in _PLAIN or isinstance(x, _UNSEEN):
+    def _look(self, path: str, x: Any) -> None:
+        if id(x) in self._met or type(x) in _PLAIN or isinstance(x, torch.Tensor):
             return
         self._met[id(x)] = x
         if isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(x)
-        elif isinstance(x, nn.Module):
-            self.modules.append(x)
-            self._look(path, vars(x), names)
-            self._look(path, x.forward, names)
-        elif type(x) in _HOLDERS or _is_dict(x):
-            if not isinstance(x, tuple):
+        elif isinstance(x, FunctionType):
+            self._function(x)
+        elif isinstance(x, (type, ModuleType)):
+            self._named(path, x)
+        elif isinstance(x, nn.Module) or not _is_of(_CLOSED, type(x)):
+            self._object(path, x)
+
+    def _object(self, path: str, x: Any) -> None:
+        own, has_some = _of_users(type(x).__mro__), hasattr(x, "__dict__")
+        holds = isinstance(x, _HOLDERS)
+        if not (holds or has_some) and any("__slots__" not in vars(each) for each in own):
+            raise NotCapturedError(f"{path} is of type {type(x).__name__}, whose attributes are not seen")
+        if holds:
+            if not isinstance(x, (tuple, frozenset)):
                 self.holders.append(x)
                 self.paths.append(path)
-            for key, each in [*x.items()] if _is_dict(x) else [*enumerate(x)][:_MANY]:
-                self._look(f"{path}.{key}" if path else str(key), each, names)
-        elif isinstance(x, (FunctionType, MethodType)):
-            self._function(x)
-        elif isinstance(x, partial):
-            self._look(path, (x.func, x.args, x.keywords), names)
-        elif not _is_of_library(type(x)):
-            self._object(path, x, names)
+            for key, each in [*x.items()] if isinstance(x, dict) else [*enumerate(x)][:_MANY]:
+                self._look(f"{path}.{key}" if path else str(key), each)
+        if isinstance(x, nn.Module):
+            self.modules.append(x)
+            self._look(path, vars(x))
+        elif has_some and (own or not holds):
+            self._objects.append(x)
+            self._space(path, vars(x))
+        slots = [n for each in own for n, y in vars(each).items() if isinstance(y, MemberDescriptorType)]
+        if slots:
+            self._space(path, _Slots(x, slots), x)
+        for each in own:
+            self._space("", vars(each), each)
+        # Not of all: a mock object has any attribute.
+        for part in _PARTS if _is_of(_OF_PYTHON, type(x)) else ():
+            self._look(path, getattr(x, part, None))
 
-    def _object(self, path: str, x: Any, names: frozenset[str]) -> None:
-        for called in (vars(each).get("__call__") for each in type(x).__mro__):
-            if isinstance(called, FunctionType):
-                names = names | _names_in(called.__code__)
-                self._function(MethodType(called, x))
-        if not hasattr(x, "__dict__"):
-            raise NotCapturedError(f"{path} is of type {type(x).__name__}, whose attributes are not seen")
-        self._table(path, vars(x), names, names)
+    def _named(self, path: str, x: Any) -> None:
+        # A Python module or a class that code names, and may call.
+        if isinstance(x, ModuleType) and not _is_of(_LIBRARIES, x):
+            self._space(path, vars(x))
+        for each in _of_users(getattr(x, "__mro__", ())):
+            self._space("", vars(each), each)
+            for name in _CONSTRUCTORS:
+                self._look("", vars(each).get(name))
 
-    def _function(self, function: Any) -> None:
-        inner, owner = getattr(function, "__func__", function), getattr(function, "__self__", None)
-        # Methods of modules read no tables of their object: once for all modules of a class.
-        of_class = isinstance(owner, nn.Module) and id(inner) in self._met
-        if not isinstance(inner, FunctionType) or _is_of_library(inner) or of_class:
+    def _function(self, function: FunctionType) -> None:
+        if _is_of(_LIBRARIES, function):
             return
-        self._met[id(inner)] = inner
-        self._functions.append(inner)
-        names = _names_in(inner.__code__)
-        for name, cell in zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True):
+        self._functions.append(function)
+        names, imported = set[str](), set[str]()
+        for code in _codes(function.__code__):
+            names.update(code.co_names)
+            if {"getattr", "hasattr"} & names:
+                names.update(x for x in code.co_consts if isinstance(x, str))
+            if opmap["IMPORT_NAME"] in code.co_code[::2]:
+                imported.update(code.co_names)
+        self._names |= names
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.append((name, cell))
-            self._look(name, _content(cell), names)
-        self._look("", (inner.__defaults__, inner.__kwdefaults__), names)
-        self._table("", inner.__globals__, names, names)
-        classes = [] if owner is None else type(owner).__mro__
-        for each in classes:
-            if not _is_of_library(each):
-                self._table("", vars(each), names, names)
-                for method in (x for name, x in vars(each).items() if name in names):
-                    if isinstance(method, FunctionType):
-                        self._look("", MethodType(method, owner), names)
-        if owner is not None and not isinstance(owner, nn.Module):
-            self._table("", getattr(owner, "__dict__", {}), names, names)
+            self._look(name, _content(cell))
+        self._look("", (function.__defaults__, function.__kwdefaults__))
+        self._space("", vars(function))
+        self._space("", function.__globals__, names=names)
+        package = str(function.__globals__.get("__package__") or "").split(".")
+        for parent in ("", *accumulate(package, "{}.{}".format)):
+            for name in imported:
+                self._look(name, sys.modules.get(f"{parent}.{name}".strip(".")))
 
-    def _table(self, path: str, table: Any, wanted: frozenset[str], names: frozenset[str]) -> None:
-        found = [name for name in sorted(wanted) if name in table]
-        if found:
-            self._tables.append((table, found))
-        for name in found:
-            # Functions of a class are met as methods.
-            if isinstance(table, dict) or not isinstance(table[name], FunctionType):
-                self._look(f"{path}.{name}" if path else name, table[name], names)
+    def _space(self, path: str, table: Any, owner: Any = None, names: Any = None) -> None:
+        # Variables of a Python module are named by the code in it; as its attributes, by any code.
+        made = _Space(path, table, self._names if names is None else set(), [], owner)
+        key = id(table if owner is None else owner), names is None
+        self._spaces.setdefault(key, made).names.update(names or ())
+
+    def _enter(self, space: _Space) -> bool:
+        new = space.enter()
+        for name in new:
+            self._look(f"{space.path}.{name}" if space.path else name, space.table[name])
+        return bool(new)
 
     def held(self) -> list[Any]:
         """All that is held now."""
         found = [*chain.from_iterable(self._contents)]
-        for table, names in self._tables:
-            found += [table.get(name, _ABSENT) for name in names]
+        for get, names in self._entered:
+            found += map(get, names, repeat(_ABSENT))
         for of_each in _OF_FUNCTION:
             found += map(of_each, self._functions)
+        # An attribute that an object, or a class, did not have may hide one of a class.
+        found += chain(map(type, self.modules), map(type, self._objects), map(len, self._hiding))
         return found + [_content(cell) for _, cell in self._cells]
 
     def of_tensors(self) -> list[Any]:
@@ -250,32 +352,33 @@ class State:
 
     def copy(self) -> list[Any]:
         """All of it, for ``restore``."""
-        tables = [{name: table[name] for name in names if name in table} for table, names in self._tables]
-        return [*[each.copy() for each in self.holders], *tables, [_content(cell) for _, cell in self._cells]]
+        spaces = [space.named() for space in self._spaces.values()]
+        return [[each.copy() for each in self.holders], spaces, [_content(cell) for _, cell in self._cells]]
+
+    def changes(self, before: list[Any] | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What differs from a copy, or from what was held first: names, and functions that put it back."""
+        contents, spaces, cells = before or self._first
+        for path, each, old in zip(self.paths, self.holders, contents, strict=True):
+            if (name := _first_change(each, old)) is not None:
+                yield ".".join(part for part in (path, name) if part), partial(_refill, each, old)
+        for space, old in zip(self._spaces.values(), spaces, strict=True):
+            if name := _first_change(space.named(), old):
+                yield f"{space.path}.{name}".strip("."), partial(space.restore, old)
+        for (name, cell), old in zip(self._cells, cells, strict=True):
+            if not alike(_content(cell), old):
+                yield name, partial(setattr, cell, "cell_contents", old)
 
     def restore(self, before: list[Any]) -> str:
         """Put it back; name the first attribute or variable that was another, empty if none was."""
-        changed, (*contents, cells) = "", before
-        held = zip(self.paths, self.holders, contents, strict=False)
-        tables = zip(self._tables, contents[len(self.holders) :], strict=True)
-        for path, each, old in held:
-            if (name := _first_change(each, old)) is not None:
-                changed = changed or ".".join(part for part in (path, name) if part)
-                each.clear()
-                each.extend(old) if isinstance(each, list) else each.update(old)
-        for (table, names), old in tables:
-            if name := _first_change({key: table[key] for key in names if key in table}, old):
-                changed = changed or name
-                if isinstance(table, dict):
-                    table.update(old)
-        for (name, cell), old in zip(self._cells, cells, strict=True):
-            if not alike(_content(cell), old):
-                changed = changed or name
-                cell.cell_contents = old
-        return changed
+        changes = [*self.changes(before)]
+        for _, put_back in changes:
+            put_back()
+        return changes[0][0] if changes else ""
 
 
-_ABSENT = object()
+def _refill(x: Any, before: Any) -> None:
+    x.clear()
+    x.extend(before) if isinstance(x, (list, deque)) else x.update(before)
 
 
 def _content(cell: Any) -> Any:
@@ -286,18 +389,17 @@ def _content(cell: Any) -> Any:
         return _ABSENT
 
 
-def _is_of_library(x: Any) -> bool:
-    return str(x.__module__).partition(".")[0] in _LIBRARIES
+def _is_of(packages: set[str], x: Any) -> bool:
+    return str(x.__name__ if isinstance(x, ModuleType) else x.__module__).partition(".")[0] in packages
 
 
-def _is_dict(x: Any) -> bool:
-    return isinstance(x, dict)
+def _of_users(classes: Iterable[type]) -> list[type]:
+    return [each for each in classes if not _is_of(_LIBRARIES, each)]
 
 
-def _names_in(code: CodeType) -> frozenset[str]:
-    # Names in the code of a function, and of functions in it.
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+def _codes(code: CodeType) -> list[CodeType]:
+    # The code of a function, and of functions in it.
+    return [code, *chain.from_iterable(_codes(x) for x in code.co_consts if isinstance(x, CodeType))]
 
 
 def _first_change(now: Any, before: Any) -> str | None:

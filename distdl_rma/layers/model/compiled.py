@@ -142,9 +142,10 @@ class Compiled:
             self._handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
             if kind is None and len(self.kinds) == _MOST:
                 calls.abandon()
+                changed = next((f", such as {name!r}" for name, _ in self.kinds[-1].state.changes()), "")
                 warn_user(
                     f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
-                    " attributes; calls of more kinds are not compiled, and run by the split model"
+                    f" attributes{changed}; calls of more kinds are not compiled, and run by the split model"
                 )
             else:
                 # No later call takes so much memory: it goes back.

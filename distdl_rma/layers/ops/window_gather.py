@@ -119,9 +119,7 @@ def _torch_pads(mode: str, dims: int, dtype: torch.dtype) -> bool:
 
 def _origin(index: torch.Tensor, n: int, mode: str) -> torch.Tensor:
     # Index in the domain of each element of the padded domain.
-    if mode == "replicate":
-        return index.clamp(0, n - 1)
-    return (n - 1) - ((n - 1) - index.abs()).abs()
+    return index.clamp(0, n - 1) if mode == "replicate" else (n - 1) - ((n - 1) - index.abs()).abs()
 
 
 def _images(stencil: Stencil, extents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

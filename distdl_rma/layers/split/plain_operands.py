@@ -61,9 +61,7 @@ def _handed_on(_ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 def gathered(x: torch.Tensor, partition: Partition) -> torch.Tensor:
     """A replicated block as a plain tensor; every rank has its whole gradient."""
-    if not x.requires_grad:
-        return x
-    return _Gathered.apply(x, partition)
+    return x if not x.requires_grad else _Gathered.apply(x, partition)
 
 
 def beside(x: torch.Tensor, result: Decomposition) -> torch.Tensor:

@@ -113,9 +113,7 @@ class _Once(OperatorFunction):
 def all_sum(site: Site, x: torch.Tensor, layout: Decomposition, grid_dims: Collection[int]) -> torch.Tensor:
     """Sum of a tensor over the ranks along some grid dimensions; differentiable, blocking."""
     ranks = lay.line(layout, grid_dims)
-    if len(ranks) == 1:
-        return x
-    return _AllSum.apply(x, site, ranks)
+    return x if len(ranks) == 1 else _AllSum.apply(x, site, ranks)
 
 
 def to_blocks(
@@ -126,9 +124,7 @@ def to_blocks(
     ``what`` distinguishes tensors of one site.
     """
     ranks = lay.line(layout, grid_dims)
-    if len(ranks) == 1 or not x.requires_grad:
-        return x
-    return SummedGradient.apply(x, site, ranks, what)
+    return x if len(ranks) == 1 or not x.requires_grad else SummedGradient.apply(x, site, ranks, what)
 
 
 def once(x: torch.Tensor, result: Decomposition) -> torch.Tensor:

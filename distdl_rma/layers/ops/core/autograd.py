@@ -72,9 +72,7 @@ def uncompiled(function: Callable[Q, R]) -> Callable[Q, R]:
 
     @wraps(function)
     def entry(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if compiles() is None:
-            return function(*args, **kwargs)
-        return run_eager(function, *args, **kwargs)
+        return function(*args, **kwargs) if compiles() is None else run_eager(function, *args, **kwargs)
 
     return breaks_graph(entry)
 
@@ -304,9 +302,7 @@ def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:
     """``y``, in a graph even where this rank needs no gradient, so that the rank can call ``backward``."""
     able = y.is_floating_point() or y.is_complex()
     root = None if y.requires_grad or not able else anchor(needed)
-    if root is None:
-        return y
-    return _Anchored.apply(root, y)
+    return y if root is None else _Anchored.apply(root, y)
 
 
 class _Anchored(OperatorFunction):

@@ -1,0 +1,463 @@
+"""What the code of a step names may change between its calls; in a call it may not."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import types
+import warnings
+from collections import UserDict, deque, namedtuple
+from dataclasses import dataclass
+from enum import Enum
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from distdl_rma import UnsupportedError, distribute
+from tests.layers.capture import settings
+from tests.layers.capture.settings import Derived, Settings
+from tests.layers.model.test_compile import alike, replayed
+
+# In processes, each rank has variables and classes of its own.
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.processes]
+
+HERE = sys.modules[__name__]
+FACTOR = 1.0
+
+
+class Net(nn.Module):
+    """A convolution, and a function of it that reads what ``changed`` says: an owner and a name, or a key."""
+
+    to = 3.0
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.given = nn.Conv2d(1, 2, 3, padding=1), self.made()
+
+    def made(self):
+        """An object that the module has."""
+
+    def changed(self):
+        return HERE, "FACTOR"
+
+    def forward(self, x):
+        return self.of(self.conv(x))
+
+    def of(self, y):
+        return y * 1
+
+
+class Plain:
+    """An object that is no module."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+    def own(self):
+        return self.factor
+
+    def of_file(self):
+        return FACTOR
+
+    @property
+    def shown(self):
+        return FACTOR
+
+    @staticmethod
+    def alone():
+        return FACTOR
+
+
+def net(**names):
+    """A class of modules with these attributes."""
+    return type("Case", (Net,), names)
+
+
+def reads(read, changed=None, made=None, to=3.0):
+    """A class of modules: what it multiplies with, and of its object what changes; a variable if nothing."""
+    names = {"made": lambda self: made()} if made else {}
+    names |= {"changed": changed} if changed else {}
+    return net(to=to, of=lambda self, y: y * read(self.given), **names)
+
+
+def by_attribute():
+    return by_attribute.factor
+
+
+by_attribute.factor = 1.0
+
+
+class Table:
+    """Values in a list in a dict."""
+
+    def __init__(self):
+        self.table = {"slopes": [1.0], "flags": {"a": 1}}
+
+
+def of_file():
+    return FACTOR
+
+
+def by_value(factor=1.0):
+    return factor
+
+
+GIVEN = Plain()
+
+
+def by_default(*, given=GIVEN):
+    return given.factor
+
+
+@functools.lru_cache
+def cached():
+    return FACTOR
+
+
+def passed_on(given):
+    return given.factor
+
+
+TWO = types.SimpleNamespace(first=1.0, second=1.0)
+
+
+def first():
+    return TWO.first
+
+
+def second():
+    return TWO.second
+
+
+class Slots:
+    """Attributes that no table has."""
+
+    __slots__ = ("__private", "factor")
+
+    def __init__(self):
+        self.factor, self.__private = 1.0, 1.0
+
+    def product(self):
+        return self.factor * self.__private
+
+
+@dataclass
+class Data:
+    """Fields, all of which methods name that every such class has."""
+
+    factor: float = 1.0
+    steps: int = 0
+
+
+class Held:
+    """What Python calls without a name."""
+
+    factor = 1.5
+
+    def __enter__(self):
+        return self.factor
+
+    def __exit__(self, *_):
+        pass
+
+    def __getitem__(self, key):
+        return FACTOR
+
+
+def within():
+    with Held() as factor:
+        return factor
+
+
+class Made:
+    """Its constructor reads a variable."""
+
+    def __init__(self):
+        self.result = FACTOR
+
+
+class Loss(nn.Module):
+    """A module that a step makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.result = FACTOR
+
+    def forward(self, y):
+        return y * self.result
+
+
+class Shown:
+    """Attributes of a table."""
+
+    def __init__(self):
+        self.table = {"factor": 1.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+
+class Descriptor:
+    def __get__(self, instance, owner):
+        return FACTOR
+
+
+class Tripled(nn.Conv2d):
+    """A class that a module may be of later."""
+
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+class Numbers(list):
+    """A list of a class of its own."""
+
+
+Two = namedtuple("Two", "factor other")
+
+
+class Way(Enum):
+    """A choice."""
+
+    ONE = 1.0
+    THREE = 3.0
+
+
+def imported_name():
+    from tests.layers.capture.settings import factor
+
+    return factor
+
+
+def imported():
+    from tests.layers.capture import settings as found
+
+    return found.factor
+
+
+def own(name="factor"):
+    return lambda net: (net.given, name)
+
+
+def fixed(*which):
+    return lambda net: which
+
+
+NETS = {
+    "nested code": net(of=lambda self, y: sum(each * FACTOR for each in (y,))),
+    "a function": reads(lambda _: of_file()),
+    "code": reads(lambda _: by_value(), fixed(by_value, "__code__"), to=(lambda factor=3.0: 3.0).__code__),
+    "a default value": reads(lambda _: by_value(), fixed(by_value, "__defaults__"), to=(3.0,)),
+    "one by name": reads(lambda _: by_default(), fixed(by_default, "__kwdefaults__"), to={"given": Held()}),
+    "a list in a dict": reads(
+        lambda g: g.table["slopes"][0], lambda net: (net.given.table, "slopes"), Table, [3.0]
+    ),
+    "an element of it": reads(
+        lambda g: g.table["slopes"][0], lambda net: (net.given.table["slopes"], 0), Table
+    ),
+    "a key": reads(lambda g: len(g.table["flags"]), lambda net: (net.given.table["flags"], "b"), Table),
+    "an attribute of its class": net(
+        factor=1.0, of=lambda self, y: y * self.factor, changed=lambda self: (type(self), "factor")
+    ),
+    "a static method": net(of=staticmethod(lambda y: y * FACTOR)),
+    "a class method": net(of=classmethod(lambda cls, y: y * FACTOR)),
+    "a property": net(factor=property(lambda self: FACTOR), of=lambda self, y: y * self.factor),
+    "a class": reads(lambda _: Settings.factor, fixed(Settings, "factor")),
+    "a class that hides an attribute": reads(lambda _: Derived.factor, fixed(Derived, "factor")),
+    "a Python module": reads(lambda _: settings.factor, fixed(settings, "factor")),
+    "a function of one": reads(lambda _: settings.scaled(1), fixed(settings, "factor")),
+    "a class of one": reads(lambda _: settings.Settings.factor, fixed(Settings, "factor")),
+    "an import": reads(lambda _: imported(), fixed(settings, "factor")),
+    "an imported name": reads(lambda _: imported_name(), fixed(settings, "factor")),
+    "forward": reads(lambda _: 1, lambda net: (type(net), "forward"), to=lambda self, x: self.conv(x) * 3),
+    "a method": reads(lambda g: g.own(), fixed(Plain, "own"), Plain, lambda self: 3.0),
+    "an attribute": reads(lambda g: g.factor, own(), Plain),
+    "one that a method reads": reads(lambda g: g.own(), own(), Plain),
+    "one that a function reads": reads(passed_on, own(), Plain),
+    "one in slots": reads(lambda g: g.factor, own(), Slots),
+    "a private one": reads(lambda g: g.product(), own("_Slots__private"), Slots),
+    "one of a data class": reads(lambda g: g.factor, own(), Data),
+    "one of a namespace": reads(lambda g: g.factor, own(), lambda: types.SimpleNamespace(factor=1.0)),
+    "one of options": reads(lambda g: g.factor, own(), lambda: argparse.Namespace(factor=1.0)),
+    "one that hides another": reads(lambda g: g.factor, own(), Held),
+    "one by its text": reads(lambda g: getattr(g, "factor", 1.0), own(), types.SimpleNamespace),
+    "one of a table": reads(lambda g: g.factor, lambda net: (net.given.table, "factor"), Shown),
+    "one of two": reads(lambda _: first() * second(), fixed(TWO, "second")),
+    "one of a function": reads(lambda _: by_attribute(), fixed(by_attribute, "factor")),
+    "one of a default value": reads(lambda _: by_default(), fixed(GIVEN, "factor")),
+    "a variable of a method": reads(lambda g: g.of_file(), made=Plain),
+    "a variable of a property": reads(lambda g: g.shown, made=Plain),
+    "a variable of a static method": reads(lambda g: g.alone(), made=Plain),
+    "a variable of an item": reads(lambda g: g[0], made=Held),
+    "a variable of a constructor": reads(lambda _: Made().result),
+    "a variable of a module that is made": reads(lambda _: Loss()(1.0)),
+    "a variable of a cached function": reads(lambda _: (cached.cache_clear(), cached())[1]),
+    "a variable of a descriptor": net(factor=Descriptor(), of=lambda self, y: y * self.factor),
+    "a context": reads(lambda _: within(), fixed(Held, "factor")),
+    "an element": reads(lambda g: g[0], own(0), lambda: Numbers([1.0])),
+    "an element of a deque": reads(lambda g: g[0], own(0), lambda: deque([1.0])),
+    "an element of a user's dict": reads(lambda g: g["f"], own("f"), lambda: UserDict(f=1.0)),
+    "a named tuple": reads(lambda g: g.factor, lambda net: (net, "given"), lambda: Two(1.0, 0), Two(3.0, 0)),
+    "a choice": reads(lambda g: g.value, lambda net: (net, "given"), lambda: Way.ONE, Way.THREE),
+    "a class of an object": reads(lambda _: 1, lambda net: (net.conv, "__class__"), to=Tripled),
+}
+
+
+def check(net, change, kinds, is_same, loss=torch.mean):
+    """A step and its replay, ``change()`` in between: the same numbers; of how many kinds, and which."""
+    torch.manual_seed(3)
+    model = distribute(net, {"H": -1})
+    step, x, found = replayed(lambda x: loss(model(x))), torch.rand(1, 1, 8, 6), []
+    for at in range(6):
+        for function in (lambda x: loss(model(x)), step):
+            model.zero_grad()
+            result = function(x)
+            result.backward()
+            found.append([result.full_tensor().detach(), *[p.grad.clone() for p in model.parameters()]])
+        assert alike(*found[-2:]), at
+        if at == 2:
+            change(model)
+    assert alike(found[0], found[-1]) is is_same
+    assert len(step.kinds) == kinds
+    assert step.kinds[-1].known
+    model.distributed.close()
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_what_code_names_may_change(P_world, name, monkeypatch):
+    def change(model):
+        owner, key = model.changed()
+        if isinstance(owner, (dict, list, deque, UserDict)):
+            owner[key] = model.to
+        else:
+            monkeypatch.setattr(owner, key, model.to, raising=False)
+
+    check(NETS[name](), change, kinds=2, is_same=False)
+
+
+class Criterion:
+    """A loss that is no module, with a number and a tensor."""
+
+    def __init__(self):
+        self.factor, self.tensors = 1.0, (torch.ones(()),)
+
+    def part(self, y):
+        return y * self.factor * self.tensors[0].exp()
+
+    def __call__(self, y):
+        return self.part(y).mean()
+
+
+def test_what_a_step_names_may_change(P_world):
+    # The number makes another kind, values of a tensor are read in each call.
+    def adds(model):
+        criterion.tensors[0].add_(0.25)
+
+    criterion = Criterion()
+    check(Net(), lambda model: setattr(criterion, "factor", 3.0), kinds=2, is_same=False, loss=criterion)
+    check(Net(), adds, kinds=1, is_same=False, loss=criterion)
+
+
+def test_what_no_code_names_may_change(P_world):
+    # Trainers count steps, and data classes name all their fields in methods of their own.
+    def change(model):
+        model.given.steps += 1
+
+    check(reads(lambda g: g.factor, made=Data)(), change, kinds=1, is_same=True)
+
+
+def counts(given):
+    given.steps += 1
+    return given.steps
+
+
+def counts_in_class(_):
+    Counted.steps += 1
+    return Counted.steps
+
+
+def keeps(given):
+    if not hasattr(given, "kept"):
+        given.kept = 1.0
+    return given.kept
+
+
+def sets_variable(_):
+    settings.seen = 1.0
+    return 1.0
+
+
+class Counted:
+    """Steps of all its objects."""
+
+    steps = 0
+
+
+class Kept:
+    """A place for a value."""
+
+    __slots__ = ("kept",)
+
+
+CHANGING = {
+    "an attribute": (counts, Data, "given.steps"),
+    "an attribute of a class": (counts_in_class, Counted, "steps"),
+    "a new attribute": (keeps, Plain, "given.kept"),
+    "a new variable": (sets_variable, Plain, "settings.seen"),
+    "a slot": (keeps, Kept, "given.kept"),
+    "a deque": (lambda g: len(g.append(1) or g), deque, "given"),
+}
+
+
+def seen(x):
+    return {name for name in dir(x) if hasattr(x, name)}, str(getattr(x, "__dict__", x))
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_a_call_changes_is_refused_and_put_back(P_world, name):
+    read, made, what = CHANGING[name]
+    torch.manual_seed(3)
+    model = distribute(reads(read, made=made)(), {"H": -1})
+    before = seen(model.given)
+    with pytest.raises(UnsupportedError, match=f"changes '{what}'"):
+        replayed(lambda x: model(x).mean())(torch.rand(1, 1, 8, 6))
+    assert seen(model.given) == before
+    assert Counted.steps == 0
+    assert not hasattr(settings, "seen")
+    model.distributed.close()
+
+
+def test_what_changes_each_time_is_named(P_world):
+    torch.manual_seed(3)
+    model = distribute(reads(lambda g: g.factor, made=Plain)(), {"H": -1})
+    model.compile("replay")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for at in range(9):
+            model.given.factor = 1.0 + at
+            model(torch.rand(1, 1, 8, 6))
+    assert "such as 'given.factor'" in "".join(str(each.message) for each in caught)
+    model.distributed.close()
+
+
+class Compiled:
+    """An object as of a compiled library: without a table and slots."""
+
+    __slots__ = ()
+
+
+del Compiled.__slots__
+
+
+def test_objects_whose_attributes_are_not_seen(P_world):
+    torch.manual_seed(3)
+    model = distribute(reads(lambda _: 1, made=lambda: [Compiled()])(), {"H": -1})
+    with pytest.raises(UnsupportedError, match="of type Compiled, whose attributes are not seen"):
+        replayed(lambda x: model(x).mean())
+    # It has any attribute that is asked for.
+    model.given = Mock()
+    assert replayed(lambda x: model(x).mean())(torch.rand(1, 1, 8, 6)).shape == ()
+    model.distributed.close()
