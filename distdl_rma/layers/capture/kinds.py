@@ -47,6 +47,8 @@ _CLOSED = {"torch", "numpy", "distdl_rma", "mpi4py"}
 _LIBRARIES = _CLOSED.union(sys.stdlib_module_names)
 # Attributes of methods, properties and the like which are a function, or what it is called with.
 _PARTS = "__func__", "__self__", "__wrapped__", "fget", "func", "args", "keywords", "data"
+# Where these are in code, its texts may be names.
+_BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "vars", "__dict__", "globals"}
 _OF_PYTHON = {"builtins", "functools", "collections"}
 _CONSTRUCTORS = {"__init__", "__new__"}
 # Methods that dataclasses have, and that name all their fields.
@@ -214,7 +216,7 @@ class State:
         self.generators: list[Any] = []
         self._met: dict[int, Any] = {}
         # Names in all code that was found.
-        self._names = {"forward"}
+        self._names = {"forward", "__getattr__"}
         self._spaces: dict[tuple[int, bool], _Space] = {}
         of_all: Any = (random, "_inst"), (np.random.mtrand, "_rand")
         for root in (model, step, *(getattr(*each) for each in of_all)):
@@ -226,8 +228,8 @@ class State:
         filled = [x for x in self.holders if x]
         self._contents = [part for x in filled for part in ((x, x.values()) if isinstance(x, dict) else (x,))]
         self._entered = [(each.table.get, each.found) for each in self._spaces.values() if each.found]
-        classes = [each.table for each in self._spaces.values() if isinstance(each.owner, type)]
-        self._hiding = [*map(vars, self._objects), *classes]
+        others = [each.table for each in self._spaces.values() if each.owner is not None]
+        self._hiding = [*map(vars, self._objects), *others]
         self.then, self._first = self.held(), self.copy()
         # A loss may be a module beside the model, with parameters of the same names.
         inner = {child for module in self.modules for child in module.children()}
@@ -235,9 +237,9 @@ class State:
         roots = [(f"{type(each).__name__} {at}" if at else "", each) for at, each in enumerate(outer)]
         parameters = [(name, x) for path, each in roots for name, x in each.named_parameters(path)]
         buffers = [(name, x) for path, each in roots for name, x in each.named_buffers(path)]
-        others = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
+        rest = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
         # Each tensor once, by its first name: parameters, buffers, and attributes that are neither.
-        once = {x: name for name, x in reversed([*parameters, *buffers, *others])}
+        once = {x: name for name, x in reversed([*parameters, *buffers, *rest])}
         named = {name: x for x, name in reversed([*once.items()])}
         self.tensors = [*named.values()]
         # Parameters with gradients, in torch's order, and all other tensors, whose values calls may change.
@@ -288,22 +290,23 @@ class State:
         # A Python module or a class that code names, and may call.
         if isinstance(x, ModuleType) and not _is_of(_LIBRARIES, x):
             self._space(path, vars(x))
-        for each in _of_users(getattr(x, "__mro__", ())):
+        for each in _of_users((*getattr(x, "__mro__", ()), *type(x).__mro__)):
             self._space("", vars(each), each)
-            for name in _CONSTRUCTORS:
+            for name in sorted(_CONSTRUCTORS):
                 self._look("", vars(each).get(name))
 
     def _function(self, function: FunctionType) -> None:
         if _is_of(_LIBRARIES, function):
             return
         self._functions.append(function)
-        names, imported = set[str](), set[str]()
-        for code in _codes(function.__code__):
-            names.update(code.co_names)
-            if {"getattr", "hasattr"} & names:
-                names.update(x for x in code.co_consts if isinstance(x, str))
-            if opmap["IMPORT_NAME"] in code.co_code[::2]:
-                imported.update(code.co_names)
+        codes = _codes(function.__code__)
+        names = {*chain.from_iterable(code.co_names for code in codes)}
+        used = {*chain.from_iterable(code.co_code[::2] for code in codes)}
+        imported = names.copy() if opmap["IMPORT_NAME"] in used else ()
+        if _BY_TEXT & names or opmap["MATCH_CLASS"] in used:
+            given = chain.from_iterable(code.co_consts for code in codes)
+            texts = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)
+            names.update(x for x in texts if isinstance(x, str))
         self._names |= names
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.append((name, cell))
@@ -313,7 +316,7 @@ class State:
         self._space("", function.__globals__, names=names)
         package = str(function.__globals__.get("__package__") or "").split(".")
         for parent in ("", *accumulate(package, "{}.{}".format)):
-            for name in imported:
+            for name in sorted(imported):
                 self._look(name, sys.modules.get(f"{parent}.{name}".strip(".")))
 
     def _space(self, path: str, table: Any, owner: Any = None, names: Any = None) -> None:

@@ -200,6 +200,26 @@ class Shown:
         return self.table[name]
 
 
+class Meta(type):
+    """Gives its classes an attribute."""
+
+    value = 1.0
+
+    def __getattr__(cls, name):
+        return cls.value
+
+
+class OfMeta(metaclass=Meta):
+    """A class without attributes of its own."""
+
+
+def matched(given):
+    match given:
+        case Plain(factor=1.0):
+            return 1.0
+    return 3.0
+
+
 class Descriptor:
     def __get__(self, instance, owner):
         return FACTOR
@@ -284,6 +304,13 @@ NETS = {
     "one of options": reads(lambda g: g.factor, own(), lambda: argparse.Namespace(factor=1.0)),
     "one that hides another": reads(lambda g: g.factor, own(), Held),
     "one by its text": reads(lambda g: getattr(g, "factor", 1.0), own(), types.SimpleNamespace),
+    "one of a loop": reads(
+        lambda g: next(getattr(g, name) for name in ("factor", "other")),
+        own(),
+        lambda: types.SimpleNamespace(factor=1.0, other=1.0),
+    ),
+    "one of a case": reads(matched, own(), Plain),
+    "one of a metaclass": reads(lambda _: OfMeta.factor, fixed(Meta, "value")),
     "one of a table": reads(lambda g: g.factor, lambda net: (net.given.table, "factor"), Shown),
     "one of two": reads(lambda _: first() * second(), fixed(TWO, "second")),
     "one of a function": reads(lambda _: by_attribute(), fixed(by_attribute, "factor")),
