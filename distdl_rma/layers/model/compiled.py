@@ -404,7 +404,7 @@ class _Comparison:
         compares = kind.captured is captured
         if compares and kind.times < _TIMES:
             again = bool(owner.agreed("" if own == captured.strides else "other gradients"))
-        found, after = Gradients(), _after(kind.state)
+        found, after = Gradients(), (list[str](), list[torch.Tensor]())
         if compares and not again:
             given = replay.given(gradients)
             able = [given.pop(0) if x is not None else None for x in able]
