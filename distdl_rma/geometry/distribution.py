@@ -121,9 +121,7 @@ class Distribution:
     def _steps(self) -> tuple[int, int]:
         # Distance in M between two neighbours in batch, and between two in channels.
         (n, c, places), (box_n, box_c, box_p) = self._tight, self.strides
-        if n > box_n:
-            return c * places, places
-        return box_c * box_p, box_p if c <= box_c else places
+        return (c * places, places) if n > box_n else (box_c * box_p, box_p if c <= box_c else places)
 
     @cached_property
     def _places(self) -> dict[tuple[int, ...], int]:

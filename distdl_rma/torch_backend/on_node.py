@@ -57,9 +57,7 @@ class NodeCollectives:
     def piece(self, nbytes: int, parts: int) -> int:
         """Most bytes of a part in one round, of so many parts with ``nbytes`` each."""
         room = self.rounds.slot_bytes // parts // 8 * 8
-        if self.rounds.crowded:
-            return room
-        return min(room, max(_CACHED_BYTES, nbytes // _ROUNDS // 8 * 8))
+        return room if self.rounds.crowded else min(room, max(_CACHED_BYTES, nbytes // _ROUNDS // 8 * 8))
 
     def barrier(self) -> Script:
         """Wait for all."""

@@ -38,9 +38,7 @@ def divisor_of(reduction: str, shape: Sequence[int]) -> int:
     For a mean the divisors of all parts add up to that of the whole. For ``"batchmean"`` only those of parts
     with different rows do: count each row on one of the ranks that have parts of it.
     """
-    if reduction == "mean":
-        return prod(shape)
-    return shape[0] if reduction == "batchmean" and shape else 1
+    return prod(shape) if reduction == "mean" else shape[0] if reduction == "batchmean" and shape else 1
 
 
 def divisor_of_classes(target: torch.Tensor, weight: Weight, ignore_index: int) -> torch.Tensor:

@@ -152,9 +152,7 @@ def computed(f: OnBlock, x: torch.Tensor) -> Any:
 
 def with_an_element(x: torch.Tensor) -> torch.Tensor:
     """The block; or zeros of extent 1, in its graph, if it has no elements."""
-    if x.numel():
-        return x
-    return x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
+    return x if x.numel() else x.new_zeros([max(n, 1) for n in x.shape]) + x.sum().to(x.dtype)
 
 
 def with_whole(site: Site, x: SplitTensor, dims: Sequence[int]) -> tuple[torch.Tensor, Decomposition]:

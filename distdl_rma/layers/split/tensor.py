@@ -624,9 +624,7 @@ def must_stay_plain(x: torch.Tensor) -> str:
         return "it has a gradient"
     if x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
         return "another tensor shows the same memory; write to its clone()"
-    if _held(x) > 1 or weakref.getweakrefs(x):
-        return "a graph or a weak reference holds it"
-    return ""
+    return "a graph or a weak reference holds it" if _held(x) > 1 or weakref.getweakrefs(x) else ""
 
 
 # Number of references from C++, such as those of graphs.

@@ -97,6 +97,4 @@ def _looks_around(part: nn.Module) -> bool:
         stride = of["kernel_size"] if of["stride"] is None else of["stride"]
         reach = np.multiply(of["dilation"], np.subtract(of["kernel_size"], 1)) + 1
         return bool(np.any(reach > stride) or np.any(of["padding"]))
-    if isinstance(part, nn.Upsample):
-        return part.mode != "nearest"
-    return isinstance(part, _WHOLE_IMAGE)
+    return part.mode != "nearest" if isinstance(part, nn.Upsample) else isinstance(part, _WHOLE_IMAGE)

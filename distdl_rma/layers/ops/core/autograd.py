@@ -293,9 +293,7 @@ def anchor(needed: bool) -> torch.Tensor | None:
 
     ``needed`` says whether any rank needs a gradient: then all of them have the operation in their graphs.
     """
-    if not (needed and torch.is_grad_enabled()):
-        return None
-    return torch.empty(0, requires_grad=True)
+    return None if not (needed and torch.is_grad_enabled()) else torch.empty(0, requires_grad=True)
 
 
 def anchored(y: torch.Tensor, needed: bool = True) -> torch.Tensor:

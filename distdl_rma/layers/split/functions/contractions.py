@@ -251,9 +251,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _named(names: str, dims: int) -> list[Any]:
     # Letters, and negative numbers for the dimensions of an ellipsis.
     ahead, dots, behind = names.partition("...")
-    if not dots:
-        return list(ahead)
-    return [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
+    return list(ahead) if not dots else [*ahead, *_batch(max(0, dims - len(ahead) - len(behind))), *behind]
 
 
 @checked_rule("contraction", "cross")

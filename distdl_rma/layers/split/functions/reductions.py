@@ -199,9 +199,7 @@ def variance(
 
     y = _OfWhole.apply(values, y.sqrt() if is_std else y, slope)
     found = along.result(y.to(dtype.to_real()), keepdim)
-    if not func.__name__.endswith("_mean"):
-        return found
-    return found, along.result(mean.to(dtype), keepdim)
+    return (found, along.result(mean.to(dtype), keepdim)) if func.__name__.endswith("_mean") else found
 
 
 def _slope_of_norm(order: float, gradient: torch.Tensor, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
