@@ -390,8 +390,7 @@ class _Use(SharedByCopies):
     """One use of a machine, which closes with the last of its uses."""
 
     def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._over = False
+        self._machine, self._over = machine, False
         machine._uses += 1
 
     def close(self) -> None:

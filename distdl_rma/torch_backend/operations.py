@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from distdl_rma.errors import DistdlError, ProtocolError
 from distdl_rma.segments.collectives.between_nodes import Script
@@ -75,11 +76,7 @@ class PendingCall:
 
     def _end(self) -> None:
         # Drops the references to its data and to the operation before it.
-        self.done, self._begin, self._script, self._finish = True, _nothing, None, ()
-
-
-def _nothing() -> Script:
-    return iter(())
+        self.done, self._begin, self._script, self._finish = True, partial(iter, ()), None, ()
 
 
 class OperationQueue:

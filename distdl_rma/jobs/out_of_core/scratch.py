@@ -126,8 +126,7 @@ class Region:
         self.nbytes = source.nbytes
         # Of the write, raised by ``wait``; the bytes then stay in memory.
         self.error: DataError | None = None
-        self._extents = extents
-        self._freed = False
+        self._extents, self._freed = extents, False
         # The bytes to write, until they are in the file.
         self._source: torch.Tensor | None = source
         # Where a prefetch puts them, and its end; None if there is none.

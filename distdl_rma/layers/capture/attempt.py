@@ -286,7 +286,11 @@ class _Before:
         drawn = [each.__getstate__() for each in self._generators]
         for each, numbers in zip(self._generators, self._numbers, strict=True):
             each.__setstate__(numbers)
-        if changed := self._state.restore(self._held):
+        try:
+            changed = self._state.restore(self._held)
+        except Exception as error:  # noqa: BLE001 - all ranks refuse the call
+            return f"it changes what cannot be put back: {type(error).__name__}: {error}"
+        if changed:
             return f"it changes {changed!r}, which is no buffer and no parameter"
         if self._versions != [x._version for x in self._inputs]:
             return "it changes an input in place"

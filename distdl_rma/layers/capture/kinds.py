@@ -19,16 +19,18 @@ names are in its code, wherever they stand in it. That is more than it reads, an
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dis import opmap
 from functools import partial
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter, is_
-from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -40,23 +42,27 @@ from distdl_rma.layers.split.tensor import SplitTensor, checked_block
 _ROUNDED = float, complex
 _PLAIN = bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range, *_ROUNDED
 _HOLDERS = (dict, list, set, tuple, frozenset, deque)
-# Of longer lists, so many elements are entered.
-_MANY = 1000
+# Of longer lists, so many elements are entered; elements of longer arrays are not seen.
+_MANY, _MANY_BYTES = 1000, 2**20
 # Objects of these are not entered, code of the others neither.
 _CLOSED = {"torch", "numpy", "distdl_rma", "mpi4py"}
-_LIBRARIES = _CLOSED.union(sys.stdlib_module_names)
-# Attributes of methods, properties and the like which are a function, or what it is called with.
-_PARTS = "__func__", "__self__", "__wrapped__", "fget", "func", "args", "keywords", "data"
-# Where these are in code, its texts may be names.
-_BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "vars", "__dict__", "globals"}
+# Those that draw, log and read files are large, and seldom in a step but by name.
+_TOOLS = {"h5py", "lightning", "matplotlib", "pandas", "pytorch_lightning", "scipy", "tqdm", "wandb", "zarr"}
+_LIBRARIES = _CLOSED.union(_TOOLS, sys.stdlib_module_names)
+# Attributes of methods, properties and the like: functions, what they are called with, and tables.
 _OF_PYTHON = {"builtins", "functools", "collections"}
+_PARTS = ["__func__", "__self__", "__wrapped__", "fget", "fset", "func", "args", "keywords", "data", "maps"]
+_PARTS += ["dispatcher"]
+# They show another object, and have no name for it.
+_VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
+# Where these are in code, its texts may be names.
+_BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "__setattr__", "vars", "__dict__", "globals"}
 _CONSTRUCTORS = {"__init__", "__new__"}
-# Methods that dataclasses have, and that name all their fields.
-_OF_ALL = {"__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__replace__"}
+# Methods that dataclasses and attrs write, which name all fields, and where they say that they stand.
+_OF_ALL = {"__repr__", "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
+_WRITTEN = "<string>", "<attrs"
 _ABSENT = object()
 _of_tensor = attrgetter("requires_grad", "dtype", "shape")
-# What may be assigned to a function anew, as notebooks do with changed code.
-_OF_FUNCTION = [*map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
 
 
 class NotCapturedError(Exception):
@@ -162,14 +168,16 @@ class _Space(NamedTuple):
     owner: Any
 
     def named(self) -> dict[str, Any]:
-        return {name: self.table[name] for name in sorted(self.table.keys() & self.names)}
+        # That code imports a module is no change that it makes.
+        found = {name: self.table[name] for name in sorted(self.table.keys() & self.names)}
+        return {name: x for name, x in found.items() if not isinstance(x, ModuleType)}
 
     def enter(self) -> list[str]:
         """Names that are to be entered now, and have not been."""
         wanted = self.table.keys() & self.names
         if isinstance(self.owner, type):
-            called = {x for x, y in self.table.items() if x[:2] == "__" and isinstance(y, FunctionType)}
-            wanted = (wanted | called) - _CONSTRUCTORS - _OF_ALL
+            called = {x for x, y in self.table.items() if x[:2] == "__" and hasattr(y, "__get__")}
+            wanted = (wanted | called) - _CONSTRUCTORS
         new = sorted(wanted.difference(self.found))
         self.found.extend(new)
         return new
@@ -177,8 +185,10 @@ class _Space(NamedTuple):
     def restore(self, before: dict[str, Any]) -> None:
         """Put ``named`` back."""
         owner, table = self.owner, self.table
-        drop = table.__delitem__ if owner is None else partial(delattr, owner)
-        put = table.__setitem__ if owner is None else partial(setattr, owner)
+        # Of a frozen object, too.
+        of: Any = type if isinstance(owner, type) else object
+        drop = table.__delitem__ if owner is None else partial(of.__delattr__, owner)
+        put = table.__setitem__ if owner is None else partial(of.__setattr__, owner)
         for name in self.named().keys() - before.keys():
             drop(name)
         for each in before.items():
@@ -190,25 +200,27 @@ class State:
 
     It is found by a walk, in which each object is met once::
 
-        module                    all its attributes, and hooks
+        module of torch           all its attributes
         list, dict, set, tuple    all in it
         function, method          variables that its code and code within it name: of closures, and globals;
                                   Python modules that it imports; what default values of arguments hold
-        other object, class,      those of its attributes that any code names which was found
-        Python module
+        other module, its class,  hooks; those of its attributes that any code names which was found
+        object, Python module
         class of an object        its methods that Python itself calls, such as ``__getitem__``; of a class
                                   that code names, its constructor
 
     Attributes lead to code, and code names more attributes: the walk goes on until there are no new ones.
     Objects of torch, numpy and this library are not entered, and no code of these and of Python. ``step`` is
-    a function that calls the model, None for the model itself.
+    a function that calls the model, None for the model itself. Objects may raise any error while they are
+    read.
     """
 
     def __init__(self, model: nn.Module, step: Callable[..., Any] | None = None) -> None:
-        # Lists, dicts and sets, with their places; cells of closures; what has attributes.
-        self.holders: list[Any] = []
-        self.paths: list[str] = []
-        self._cells: list[tuple[str, Any]] = []
+        # What may change: where it is, a function that copies it, and one that puts a copy back.
+        self._parts: list[tuple[str, Callable[[], Any], Callable[[Any], object]]] = []
+        # Lists, dicts and sets; cells of closures; what has attributes.
+        self._holders: list[Any] = []
+        self._cells: list[Any] = []
         self._functions: list[FunctionType] = []
         self.modules: list[nn.Module] = []
         self._objects: list[Any] = []
@@ -216,28 +228,38 @@ class State:
         self.generators: list[Any] = []
         self._met: dict[int, Any] = {}
         # Names in all code that was found.
-        self._names = {"forward", "__getattr__"}
+        self._names = {"forward", "__getattr__", *vars(nn.Module())}
         self._spaces: dict[tuple[int, bool], _Space] = {}
+        self._all_spaces: list[_Space] = []
+        self._arrays: list[Any] = []
         of_all: Any = (random, "_inst"), (np.random.mtrand, "_rand")
         for root in (model, step, *(getattr(*each) for each in of_all)):
             self._look("", root)
-        while sum(map(self._enter, [*self._spaces.values()])):
+        # The list grows meanwhile.
+        while sum(map(self._enter, self._all_spaces)):
             pass
         # Most of them, as of hooks, are empty.
-        self._empty = [x for x in self.holders if not x]
-        filled = [x for x in self.holders if x]
+        self._empty = [x for x in self._holders if not x]
+        filled = [x for x in self._holders if x]
         self._contents = [part for x in filled for part in ((x, x.values()) if isinstance(x, dict) else (x,))]
-        self._entered = [(each.table.get, each.found) for each in self._spaces.values() if each.found]
-        others = [each.table for each in self._spaces.values() if each.owner is not None]
-        self._hiding = [*map(vars, self._objects), *others]
-        self.then, self._first = self.held(), self.copy()
+        # Of variables also those that are not there, and may be later.
+        found = [(x, x.found if x.names is self._names else sorted(x.names)) for x in self._all_spaces]
+        self._entered = [(space.table.get, names) for space, names in found if names]
+        # What is asked of objects. What may be assigned to a function anew: notebooks change code.
+        of_functions = [*map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
+        self._asked: list[Any] = [(each, self._functions) for each in of_functions]
+        both = (type, self.modules), (type, self._objects), (vars, self._objects)
+        self._asked += *both, (_content, self._cells)
+        self._tables = [x.table for x in self._all_spaces if x.names is self._names]
+        self.then, self._keys, self._first = self.held(), [*map(tuple, self._tables)], self.copy()
         # A loss may be a module beside the model, with parameters of the same names.
         inner = {child for module in self.modules for child in module.children()}
         outer = [module for module in self.modules if module not in inner]
         roots = [(f"{type(each).__name__} {at}" if at else "", each) for at, each in enumerate(outer)]
         parameters = [(name, x) for path, each in roots for name, x in each.named_parameters(path)]
         buffers = [(name, x) for path, each in roots for name, x in each.named_buffers(path)]
-        rest = [(f"an attribute ({n})", x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
+        held = [(n, x) for n, x in enumerate(self.then) if isinstance(x, torch.Tensor)]
+        rest = [(f"an attribute ({n})", x._local if isinstance(x, SplitTensor) else x) for n, x in held]
         # Each tensor once, by its first name: parameters, buffers, and attributes that are neither.
         once = {x: name for name, x in reversed([*parameters, *buffers, *rest])}
         named = {name: x for x, name in reversed([*once.items()])}
@@ -251,7 +273,10 @@ class State:
         if id(x) in self._met or type(x) in _PLAIN or isinstance(x, torch.Tensor):
             return
         self._met[id(x)] = x
-        if isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
+        if isinstance(x, np.ndarray) and x.nbytes <= _MANY_BYTES:
+            self._arrays.append(x)
+            self._parts.append((path, x.copy, partial(np.copyto, x)))
+        elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
             self.generators.append(x)
         elif isinstance(x, FunctionType):
             self._function(x)
@@ -261,20 +286,21 @@ class State:
             self._object(path, x)
 
     def _object(self, path: str, x: Any) -> None:
-        own, has_some = _of_users(type(x).__mro__), hasattr(x, "__dict__")
-        holds = isinstance(x, _HOLDERS)
-        if not (holds or has_some) and any("__slots__" not in vars(each) for each in own):
-            raise NotCapturedError(f"{path} is of type {type(x).__name__}, whose attributes are not seen")
+        own, holds = _of_users(type(x).__mro__), isinstance(x, _HOLDERS)
         if holds:
             if not isinstance(x, (tuple, frozenset)):
-                self.holders.append(x)
-                self.paths.append(path)
-            for key, each in [*x.items()] if isinstance(x, dict) else [*enumerate(x)][:_MANY]:
+                self._holders.append(x)
+                self._parts.append((path, partial(_copied, x), partial(_refill, x)))
+            for key, each in islice(x.items() if isinstance(x, dict) else enumerate(x), _MANY):
                 self._look(f"{path}.{key}" if path else str(key), each)
+                self._look(path, key)
         if isinstance(x, nn.Module):
             self.modules.append(x)
-            self._look(path, vars(x))
-        elif has_some and (own or not holds):
+            # Code of torch reads attributes, and calls methods, that are of a class of users.
+            of_torch: Any = next(each for each in type(x).__mro__ if _is_of(_CLOSED, each))
+            self._names.update(of_torch.forward.__code__.co_names if own else ())
+            (self._look if of_torch is not nn.Module else self._space)(path, vars(x))
+        elif type(x).__dictoffset__ and (own or not holds):
             self._objects.append(x)
             self._space(path, vars(x))
         slots = [n for each in own for n, y in vars(each).items() if isinstance(y, MemberDescriptorType)]
@@ -282,9 +308,8 @@ class State:
             self._space(path, _Slots(x, slots), x)
         for each in own:
             self._space("", vars(each), each)
-        # Not of all: a mock object has any attribute.
-        for part in _PARTS if _is_of(_OF_PYTHON, type(x)) else ():
-            self._look(path, getattr(x, part, None))
+        for each in _behind(x):
+            self._look(path, each)
 
     def _named(self, path: str, x: Any) -> None:
         # A Python module or a class that code names, and may call.
@@ -296,7 +321,14 @@ class State:
                 self._look("", vars(each).get(name))
 
     def _function(self, function: FunctionType) -> None:
-        if _is_of(_LIBRARIES, function):
+        # Functions that wrap others may say that they are of the file of these.
+        name = str(function.__globals__.get("__name__")).partition(".")[0]
+        if name in _LIBRARIES:
+            cells = () if name in _CLOSED else map(_content, function.__closure__ or ())
+            known = (x for x in cells if isinstance(x, (dict, FunctionType)))
+            self._look("", (vars(function).get("__wrapped__"), *known))
+            return
+        if function.__name__ in _OF_ALL and function.__code__.co_filename.startswith(_WRITTEN):
             return
         self._functions.append(function)
         codes = _codes(function.__code__)
@@ -309,20 +341,23 @@ class State:
             names.update(x for x in texts if isinstance(x, str))
         self._names |= names
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._cells.append((name, cell))
+            self._cells.append(cell)
+            self._parts.append((name, partial(_content, cell), partial(_fill, cell)))
             self._look(name, _content(cell))
         self._look("", (function.__defaults__, function.__kwdefaults__))
         self._space("", vars(function))
         self._space("", function.__globals__, names=names)
         package = str(function.__globals__.get("__package__") or "").split(".")
-        for parent in ("", *accumulate(package, "{}.{}".format)):
-            for name in sorted(imported):
-                self._look(name, sys.modules.get(f"{parent}.{name}".strip(".")))
+        parents = "", *accumulate(package, "{}.{}".format)
+        self._space("", sys.modules, names={f"{x}.{y}".strip(".") for x in parents for y in imported})
 
     def _space(self, path: str, table: Any, owner: Any = None, names: Any = None) -> None:
         # Variables of a Python module are named by the code in it; as its attributes, by any code.
         made = _Space(path, table, self._names if names is None else set(), [], owner)
         key = id(table if owner is None else owner), names is None
+        if key not in self._spaces:
+            self._all_spaces.append(made)
+            self._parts.append((path, made.named, made.restore))
         self._spaces.setdefault(key, made).names.update(names or ())
 
     def _enter(self, space: _Space) -> bool:
@@ -336,11 +371,8 @@ class State:
         found = [*chain.from_iterable(self._contents)]
         for get, names in self._entered:
             found += map(get, names, repeat(_ABSENT))
-        for of_each in _OF_FUNCTION:
-            found += map(of_each, self._functions)
-        # An attribute that an object, or a class, did not have may hide one of a class.
-        found += chain(map(type, self.modules), map(type, self._objects), map(len, self._hiding))
-        return found + [_content(cell) for _, cell in self._cells]
+        found += chain.from_iterable(map(of, each) for of, each in self._asked)
+        return [*found, *[x.tobytes() for x in self._arrays]]
 
     def of_tensors(self) -> list[Any]:
         """What the tensors are now, but for their values."""
@@ -348,28 +380,21 @@ class State:
 
     def is_unchanged(self) -> bool:
         """Whether the same is held as when this was made."""
-        now, then = self.held(), self.then
-        if any(self._empty) or len(now) != len(then) or self.of_tensors() != self.facts:
+        # An attribute that an object, or a class, did not have may hide one of a class.
+        now, then, keys = self.held(), self.then, [*map(tuple, self._tables)]
+        if any(self._empty) or len(now) != len(then) or keys != self._keys or self.of_tensors() != self.facts:
             return False
         return all(map(is_, now, then)) or all(map(alike, now, then))
 
     def copy(self) -> list[Any]:
         """All of it, for ``restore``."""
-        spaces = [space.named() for space in self._spaces.values()]
-        return [[each.copy() for each in self.holders], spaces, [_content(cell) for _, cell in self._cells]]
+        return [copied() for _, copied, _ in self._parts]
 
     def changes(self, before: list[Any] | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
         """What differs from a copy, or from what was held first: names, and functions that put it back."""
-        contents, spaces, cells = before or self._first
-        for path, each, old in zip(self.paths, self.holders, contents, strict=True):
-            if (name := _first_change(each, old)) is not None:
-                yield ".".join(part for part in (path, name) if part), partial(_refill, each, old)
-        for space, old in zip(self._spaces.values(), spaces, strict=True):
-            if name := _first_change(space.named(), old):
-                yield f"{space.path}.{name}".strip("."), partial(space.restore, old)
-        for (name, cell), old in zip(self._cells, cells, strict=True):
-            if not alike(_content(cell), old):
-                yield name, partial(setattr, cell, "cell_contents", old)
+        for (path, copied, put_back), old in zip(self._parts, before or self._first, strict=True):
+            if (name := _first_change(copied(), old)) is not None:
+                yield ".".join(part for part in (path, name) if part), partial(put_back, old)
 
     def restore(self, before: list[Any]) -> str:
         """Put it back; name the first attribute or variable that was another, empty if none was."""
@@ -379,9 +404,20 @@ class State:
         return changes[0][0] if changes else ""
 
 
+def _copied(x: Any) -> Any:
+    # Not by a method that a class of users may have.
+    return dict(x) if isinstance(x, dict) else {*x} if isinstance(x, set) else [*x]
+
+
 def _refill(x: Any, before: Any) -> None:
     x.clear()
     x.extend(before) if isinstance(x, (list, deque)) else x.update(before)
+
+
+def _fill(cell: Any, x: Any) -> None:
+    cell.cell_contents = x
+    if x is _ABSENT:
+        del cell.cell_contents
 
 
 def _content(cell: Any) -> Any:
@@ -390,6 +426,13 @@ def _content(cell: Any) -> Any:
     except ValueError:
         # It is not assigned yet.
         return _ABSENT
+
+
+def _behind(x: Any) -> list[Any]:
+    # What a method, a property, a view and the like show. Not asked of all: a mock object has any attribute.
+    found = gc.get_referents(x) if isinstance(x, _VIEWS) else [x()] if isinstance(x, ref) else []
+    of_python = any(_is_of(_OF_PYTHON, each) for each in type(x).__mro__[:-1])
+    return [*found, *[getattr(x, part, None) for part in _PARTS if of_python]]
 
 
 def _is_of(packages: set[str], x: Any) -> bool:
@@ -407,11 +450,17 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 def _first_change(now: Any, before: Any) -> str | None:
     # Key of the first other value, empty if there are no keys; None if nothing has changed.
-    if not isinstance(now, dict):
-        return None if len(now) == len(before) and all(map(alike, now, before)) else ""
-    if [*now] != [*before]:
-        return str(next(iter({*now} ^ {*before}), ""))
-    return next((str(key) for key in now if not alike(now[key], before[key])), None)
+    if isinstance(now, dict):
+        if [*now] != [*before]:
+            return str(next(iter({*now} ^ {*before}), ""))
+        return next((str(key) for key in now if not alike(now[key], before[key])), None)
+    if isinstance(now, list):
+        same = len(now) == len(before) and all(map(alike, now, before))
+    elif isinstance(now, np.ndarray):
+        same = now.tobytes() == before.tobytes()
+    else:
+        same = now == before if isinstance(now, set) else alike(now, before)
+    return None if same else ""
 
 
 def is_plain(x: Any) -> bool:

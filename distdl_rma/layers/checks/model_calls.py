@@ -108,8 +108,7 @@ class Calls:
     ) -> None:
         self._machine, self.ranks, self._name = machine, tuple(ranks), name
         self._consensus, self._title = Consensus.of(machine.segments, self.ranks), f"calls of {name}"
-        self._open = False
-        self._checks = checks
+        self._open, self._checks = False, checks
         # Number of calls, which selects the elements to compare; kinds of inputs that were compared whole;
         # kinds of plain tensors that functions have received.
         self._number, self._seen = 0, set[object]()

@@ -61,6 +61,7 @@ _ROUNDING = 3.0
 # Times the deadline of a wait for others: they may compile for minutes.
 _PATIENCE = 20
 _has_any_global_hook: Any = torch_module._has_any_global_hook
+_UNREAD = "an object that it names cannot be read"
 _ADVICE = "compile(fallback=True) runs such calls by the split model, and without compile() all are"
 
 
@@ -219,8 +220,8 @@ class Compiled:
         noted, trace.met = trace.met, None
         try:
             state = State(self._model, self._step)
-        except NotCapturedError as error:
-            state, problem = State(nn.Module()), str(error)
+        except Exception as error:  # noqa: BLE001 - all ranks refuse the call
+            state, problem = State(nn.Module()), f"{_UNREAD}: {type(error).__name__}: {error}"
         try:
             refuse(self.agreed(problem))
             if found is not None:
@@ -522,8 +523,8 @@ def capture(step: Callable[..., Any], *, backend: str = "inductor", fallback: bo
     name = getattr(step, "__qualname__", "the step")
     try:
         modules = State(nn.Module(), step).modules
-    except NotCapturedError as error:
-        raise UnsupportedError(f"capture: {name}: {error}") from None
+    except Exception as error:
+        raise UnsupportedError(f"capture: {name}: {_UNREAD}: {type(error).__name__}: {error}") from error
     found = [module for module in modules if "distributed" in vars(module)]
     if len(found) != 1 or getattr(step, "__self__", None) in found:
         raise ConfigurationError(

@@ -622,17 +622,14 @@ def must_stay_plain(x: torch.Tensor) -> str:
         return f"it is a {type(x).__name__}"
     if x.requires_grad:
         return "it has a gradient"
-    if x._base is not None or not x.untyped_storage().resizable() or _uses(x) > _ALONE:
+    shared = torch._C._storage_Use_Count(_memory(x)) > _ALONE
+    if x._base is not None or not x.untyped_storage().resizable() or shared:
         return "another tensor shows the same memory; write to its clone()"
     return "a graph or a weak reference holds it" if _held(x) > 1 or weakref.getweakrefs(x) else ""
 
 
 # Number of references from C++, such as those of graphs.
 _held: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-
-
-def _uses(x: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(_memory(x))
 
 
 def any_cut(*arguments: Any) -> bool:

@@ -69,8 +69,7 @@ class AllPush:
         self._fence, self._acquire = manager.segment.fence, manager.segment.acquire
         self._counters, self._puts = manager.counters, 0
         self._connected = size == 1
-        self._closed = False
-        self.epoch = 0
+        self._closed, self.epoch = False, 0
         self._waited = 0
 
     def connect(self, timeout: float | None = None) -> None:

@@ -98,17 +98,14 @@ class Collective:
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._manager, layout, self.name = algorithm.site
-        self.ranks = layout.ranks
-        self._algorithm = algorithm
+        self.ranks, self._algorithm = layout.ranks, algorithm
         self._operands, self._results = algorithm.operands, algorithm.results
         self._advance = algorithm.advance
         spins = self._manager.waiter.spins and not algorithm.needs_progress
         self._looks = range(_LOOKS if spins else 1)
-        self._steps = 0
-        self._running = False
+        self._steps, self._running = 0, False
         self._unfetched = False  # whether ``test`` completed the last step, and ``wait`` was not called since
-        self._connected = False
-        self._closed = False
+        self._connected, self._closed = False, False
         # The garbage collection of the collective frees its memory too.
         self._close = weakref.finalize(self, algorithm.close)
 

@@ -109,8 +109,7 @@ class EqualityCheck(Scripted):
         self._elsewhere = [rank for rank in self.ranks if rank not in layout.here][:_LOOKED_UP]
         # Ranks that the step between nodes waits for, and the comparison that messages name.
         self._silent: tuple[int, ...] = ()
-        self._for = name
-        self._closed = False
+        self._for, self._closed = name, False
         # The smallest of each integer, then the largest; None if all ranks have the same integers.
         self._extent: _Extent | None = None
         self._values: tuple[int, ...] = (0,) * N_INTEGERS

@@ -180,8 +180,7 @@ class PeerWatch:
         self._fewest = 0 if segment.hand_over is None else _LOOKS_BEFORE_ERROR
         self._watched = 0
         # Number of collective calls that raised here.
-        self._raised = 0
-        self.has_raised = False
+        self._raised, self.has_raised = 0, False
         # Ranks whose process has ended, with a clause for messages: their headers may become unreadable.
         self._ended: dict[int, str] = {}
 

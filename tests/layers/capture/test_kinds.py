@@ -7,14 +7,17 @@ import functools
 import sys
 import types
 import warnings
+import weakref
 from collections import UserDict, deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from distdl_rma import UnsupportedError, distribute
 from tests.layers.capture import settings
@@ -220,6 +223,53 @@ def matched(given):
     return 3.0
 
 
+class Standardised(nn.Conv2d):
+    """A method of its own that torch's code calls."""
+
+    def _conv_forward(self, *given):
+        return super()._conv_forward(*given) * FACTOR
+
+
+class Standardising(Net):
+    """A module of a module of torch with a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = Standardised(1, 2, 3, padding=1)
+
+
+@functools.wraps(F.relu)
+def wrapped(y):
+    return F.relu(y) * FACTOR
+
+
+@functools.singledispatch
+def dispatched(_):
+    return 1.0
+
+
+@dispatched.register
+def _(_: int):
+    return FACTOR
+
+
+class Late:
+    """An order that reads a variable."""
+
+    def __lt__(self, other):
+        return other < FACTOR
+
+
+class OwnDict(UserDict):
+    """A dictionary of a class of its own."""
+
+
+def later():
+    from tests.layers.capture import late
+
+    return late.factor
+
+
 class Descriptor:
     def __get__(self, instance, owner):
         return FACTOR
@@ -266,6 +316,7 @@ def fixed(*which):
     return lambda net: which
 
 
+TABLE = {"f": 1.0}
 NETS = {
     "nested code": net(of=lambda self, y: sum(each * FACTOR for each in (y,))),
     "a function": reads(lambda _: of_file()),
@@ -323,6 +374,25 @@ NETS = {
     "a variable of a module that is made": reads(lambda _: Loss()(1.0)),
     "a variable of a cached function": reads(lambda _: (cached.cache_clear(), cached())[1]),
     "a variable of a descriptor": net(factor=Descriptor(), of=lambda self, y: y * self.factor),
+    "a variable of a method that torch calls": Standardising,
+    "a variable of a wrapper": net(of=lambda self, y: wrapped(y)),
+    "a variable of an implementation": reads(lambda _: dispatched(1)),
+    "a variable of an order": reads(lambda g: 1.0 + (g < 2.0), made=Late),
+    "a new variable": reads(lambda _: getattr(settings, "more", 1.0), fixed(settings, "more")),
+    "an import that comes late": reads(
+        lambda _: later(), lambda net: (sys.modules["tests.layers.capture.late"], "factor")
+    ),
+    "an element of an array": reads(lambda g: float(g[0]), own(0), lambda: np.ones(2)),
+    "an element behind a view": reads(
+        lambda g: g["f"], fixed(TABLE, "f"), lambda: types.MappingProxyType(TABLE)
+    ),
+    "an element of a dict of users": reads(lambda g: g["f"], own("f"), lambda: OwnDict(f=1.0)),
+    "an attribute behind a weak reference": reads(
+        lambda g: g().factor, fixed(GIVEN, "factor"), lambda: weakref.ref(GIVEN)
+    ),
+    "an attribute of a key": reads(
+        lambda g: next(iter(g)).factor, fixed(GIVEN, "factor"), lambda: {GIVEN: 1}
+    ),
     "a context": reads(lambda _: within(), fixed(Held, "factor")),
     "an element": reads(lambda g: g[0], own(0), lambda: Numbers([1.0])),
     "an element of a deque": reads(lambda g: g[0], own(0), lambda: deque([1.0])),
@@ -339,7 +409,7 @@ def check(net, change, kinds, is_same, loss=torch.mean):
     model = distribute(net, {"H": -1})
     step, x, found = replayed(lambda x: loss(model(x))), torch.rand(1, 1, 8, 6), []
     for at in range(6):
-        for function in (lambda x: loss(model(x)), step):
+        for function in (step, lambda x: loss(model(x))):
             model.zero_grad()
             result = function(x)
             result.backward()
@@ -357,12 +427,15 @@ def check(net, change, kinds, is_same, loss=torch.mean):
 def test_what_code_names_may_change(P_world, name, monkeypatch):
     def change(model):
         owner, key = model.changed()
-        if isinstance(owner, (dict, list, deque, UserDict)):
+        if owner is TABLE:
+            monkeypatch.setitem(owner, key, model.to)
+        elif isinstance(owner, (dict, list, deque, UserDict, np.ndarray)):
             owner[key] = model.to
         else:
             monkeypatch.setattr(owner, key, model.to, raising=False)
 
-    check(NETS[name](), change, kinds=2, is_same=False)
+    # An import is seen by a call that comes after it.
+    check(NETS[name](), change, kinds=2 + ("late" in name), is_same=False)
 
 
 class Criterion:
@@ -396,6 +469,55 @@ def test_what_no_code_names_may_change(P_world):
     check(reads(lambda g: g.factor, made=Data)(), change, kinds=1, is_same=True)
 
 
+class Counting(Net):
+    """A module that its loop writes to, and whose code reads another attribute."""
+
+    steps, factor = 0, 1.0
+
+    def of(self, y):
+        return y * self.factor
+
+
+class Copied(dict):
+    """A dictionary whose copies are others."""
+
+    def copy(self):
+        return {key: Plain() for key in self}
+
+
+def test_what_is_no_change(P_world):
+    # A counter of a module, a set that has lost elements, and a dictionary that copies what is in it.
+    def change(model):
+        model.steps += 1
+
+    model = Counting()
+    check(model, change, kinds=2, is_same=True)
+    some = {*range(0, 10_000, 1000)}
+    some -= {*range(2000, 9000, 1000)}
+    one = Plain()
+    check(reads(lambda g: len(g[0]), made=lambda: (some, Copied(a=one)))(), lambda _: None, 1, is_same=True)
+    assert model.steps == 1
+
+
+def test_split_tensors_among_what_a_step_names(P_world):
+    torch.manual_seed(3)
+    model, x = distribute(Net(), {"H": -1}), torch.rand(1, 1, 8, 6)
+    target, kept = model(x).detach() * 0.5, []
+    step = replayed(lambda x: (model(x) - target).square().mean() + 0 * len(kept))
+    for _ in range(3):
+        model.zero_grad()
+        found = step(x)
+        found.backward()
+        assert torch.equal(found.full_tensor(), (model(x) - target).square().mean().full_tensor())
+        # Changes of it are read.
+        target.mul_(0.5)
+    assert [kind.known for kind in step.kinds] == [True]
+    kept.append(found.detach())
+    assert torch.equal(step(x).full_tensor(), (model(x) - target).square().mean().full_tensor())
+    assert len(step.kinds) == 2
+    model.distributed.close()
+
+
 def counts(given):
     given.steps += 1
     return given.steps
@@ -423,6 +545,23 @@ class Counted:
     steps = 0
 
 
+def replaces(given):
+    object.__setattr__(given, "steps", given.steps + 1)
+    return given.steps
+
+
+def adds(given):
+    given[0] += 1
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Fields that are not set."""
+
+    steps: int = 0
+
+
 class Kept:
     """A place for a value."""
 
@@ -435,12 +574,15 @@ CHANGING = {
     "a new attribute": (keeps, Plain, "given.kept"),
     "a new variable": (sets_variable, Plain, "settings.seen"),
     "a slot": (keeps, Kept, "given.kept"),
+    "a frozen object": (replaces, Frozen, "given.steps"),
+    "an array": (adds, lambda: np.zeros(2), "given"),
     "a deque": (lambda g: len(g.append(1) or g), deque, "given"),
 }
 
 
 def seen(x):
-    return {name for name in dir(x) if hasattr(x, name)}, str(getattr(x, "__dict__", x))
+    # Numbers and keys that it has.
+    return {name for name in dir(x) if name != "mT" and hasattr(x, name)}, repr(getattr(x, "__dict__", x))
 
 
 @pytest.mark.parametrize("name", CHANGING)
@@ -470,20 +612,33 @@ def test_what_changes_each_time_is_named(P_world):
     model.distributed.close()
 
 
-class Compiled:
-    """An object as of a compiled library: without a table and slots."""
+class Unreadable(list):
+    """An object that raises."""
 
-    __slots__ = ()
-
-
-del Compiled.__slots__
+    def __iter__(self):
+        raise RuntimeError("it has no elements")
 
 
-def test_objects_whose_attributes_are_not_seen(P_world):
+@pytest.mark.mpi(min_size=2)
+def test_objects_that_raise(P_world, comm):
     torch.manual_seed(3)
-    model = distribute(reads(lambda _: 1, made=lambda: [Compiled()])(), {"H": -1})
-    with pytest.raises(UnsupportedError, match="of type Compiled, whose attributes are not seen"):
-        replayed(lambda x: model(x).mean())
+    given = Unreadable([1]) if comm.rank == 1 else [1]
+    model = distribute(reads(lambda _: 1, made=lambda: given)(), {"H": -1})
+    x, other = torch.rand(1, 1, 8, 6), Unreadable([1])
+    model.compile("replay")
+    with pytest.raises(
+        UnsupportedError, match="rank 1: an object that it names cannot be read: RuntimeError"
+    ):
+        model(x)
+    model.compile("replay", fallback=True)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        y = model(x)
+    assert torch.equal(
+        y.full_tensor(), nn.functional.conv2d(x, model.conv.weight, model.conv.bias, padding=1)
+    )
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        replayed(lambda x: (model(x).mean(), other))
+    model.given = None
     # It has any attribute that is asked for.
     model.given = Mock()
     assert replayed(lambda x: model(x).mean())(torch.rand(1, 1, 8, 6)).shape == ()

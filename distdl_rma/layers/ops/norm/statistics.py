@@ -74,7 +74,9 @@ class Rows:
         self._flat = *shape[:outer], prod(shape[outer:])
         self._outer = tuple(d + 1 for d in dims if d < outer and shape[d] != 1)
         self._empty, self._number, length = 0 in shape, prod(shape[:outer]), self._flat[-1]
-        piece = _piece_of(length)
+        # Pieces fill a row, if any of about the longest length do.
+        fills = (n for n in range(_PIECE, _PIECE // 4, -1) if length % n == 0)
+        piece = next(fills, _PIECE) if length > _PIECE else max(length, 1)
         # If no pieces of one length fill a row: its part in pieces, and the rest.
         self._cut: tuple[Rows, Rows] | None = None
         self._whole = length - length % piece
@@ -127,12 +129,6 @@ class Rows:
         double = torch.float64
         sums = [x.sum(self._dims, True, dtype=double) if self._dims else x.to(double) for x in (a, a * b)]
         return down(torch.stack(sums)).numpy()
-
-
-def _piece_of(length: int) -> int:
-    # Length of the pieces of a row: they fill it, if any of about the longest length does.
-    fills = (n for n in range(_PIECE, _PIECE // 4, -1) if length % n == 0)
-    return next(fills, _PIECE) if length > _PIECE else max(length, 1)
 
 
 class _Quiet(threading.local):

@@ -77,8 +77,7 @@ class ShapeAgreement(Generic[P]):
         self.guess: P | None = None
         # This rank's last facts, their row and their key: most calls repeat them.
         self._mine: tuple[InputFacts, bytes, object] | None = None
-        self._proposal = UNKNOWN
-        self._mismatched = False
+        self._proposal, self._mismatched = UNKNOWN, False
 
     def begin(self, mine: InputFacts) -> None:
         """Send this rank's id to the other ranks, and choose the guess; blocking in the first call only."""

@@ -148,8 +148,7 @@ class InitialValues:
         so these are the numbers of the whole tensor, and the generator ends in the same state on every rank.
         Its buffer has at most ``_DRAWN_AT_ONCE`` numbers, or one row.
         """
-        partition = store.partition
-        box = store.own_box
+        partition, box = store.partition, store.own_box
         kept = torch.empty(box.shape if partition.active else (0,), dtype=self.dtype, device="cpu")
         rows, width = self.shape[0], Box.of_shape(self.shape[1:]).volume
         step = min(rows, max(1, _DRAWN_AT_ONCE // max(width, 1)))
