@@ -51,8 +51,7 @@ _TOOLS = {"h5py", "lightning", "matplotlib", "pandas", "pytorch_lightning", "sci
 _LIBRARIES = _CLOSED.union(_TOOLS, sys.stdlib_module_names)
 # Attributes of methods, properties and the like: functions, what they are called with, and tables.
 _OF_PYTHON = {"builtins", "functools", "collections"}
-_PARTS = ["__func__", "__self__", "__wrapped__", "fget", "fset", "func", "args", "keywords", "data", "maps"]
-_PARTS += ["dispatcher"]
+_PARTS = ["__func__", "__self__", "__wrapped__", "fget", "fset", "func", "args", "keywords", "data"]
 # They show another object, and have no name for it.
 _VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
 # Where these are in code, its texts may be names.
@@ -228,7 +227,7 @@ class State:
         self.generators: list[Any] = []
         self._met: dict[int, Any] = {}
         # Names in all code that was found.
-        self._names = {"forward", "__getattr__", *vars(nn.Module())}
+        self._names = {"forward", "__getattr__", "dispatcher", "maps", *vars(nn.Module())}
         self._spaces: dict[tuple[int, bool], _Space] = {}
         self._all_spaces: list[_Space] = []
         self._arrays: list[Any] = []
@@ -300,7 +299,7 @@ class State:
             of_torch: Any = next(each for each in type(x).__mro__ if _is_of(_CLOSED, each))
             self._names.update(of_torch.forward.__code__.co_names if own else ())
             (self._look if of_torch is not nn.Module else self._space)(path, vars(x))
-        elif type(x).__dictoffset__ and (own or not holds):
+        elif type(x).__dictoffset__ if own else hasattr(x, "__dict__") and not holds:
             self._objects.append(x)
             self._space(path, vars(x))
         slots = [n for each in own for n, y in vars(each).items() if isinstance(y, MemberDescriptorType)]
@@ -338,7 +337,8 @@ class State:
         if _BY_TEXT & names or opmap["MATCH_CLASS"] in used:
             given = chain.from_iterable(code.co_consts for code in codes)
             texts = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)
-            names.update(x for x in texts if isinstance(x, str))
+            variables = map(function.__globals__.get, [*names])
+            names.update(x for x in chain(texts, variables) if isinstance(x, str))
         self._names |= names
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.append(cell)

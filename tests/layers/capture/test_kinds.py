@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import threading
 import types
 import warnings
 import weakref
-from collections import UserDict, deque, namedtuple
+from collections import ChainMap, UserDict, deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 from unittest.mock import Mock
@@ -28,7 +29,13 @@ from tests.layers.model.test_compile import alike, replayed
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.processes]
 
 HERE = sys.modules[__name__]
-FACTOR = 1.0
+FACTOR, NAME = 1.0, "factor"
+
+
+def local():
+    found = threading.local()
+    found.factor = 1.0
+    return found
 
 
 class Net(nn.Module):
@@ -352,9 +359,12 @@ NETS = {
     "a private one": reads(lambda g: g.product(), own("_Slots__private"), Slots),
     "one of a data class": reads(lambda g: g.factor, own(), Data),
     "one of a namespace": reads(lambda g: g.factor, own(), lambda: types.SimpleNamespace(factor=1.0)),
+    "one of a thread": reads(lambda g: g.factor, own(), local),
     "one of options": reads(lambda g: g.factor, own(), lambda: argparse.Namespace(factor=1.0)),
     "one that hides another": reads(lambda g: g.factor, own(), Held),
     "one by its text": reads(lambda g: getattr(g, "factor", 1.0), own(), types.SimpleNamespace),
+    "one by a text of a variable": reads(lambda g: getattr(g, NAME), own(), Plain),
+    "one of a proxy": reads(lambda g: g.factor, fixed(GIVEN, "factor"), lambda: weakref.proxy(GIVEN)),
     "one of a loop": reads(
         lambda g: next(getattr(g, name) for name in ("factor", "other")),
         own(),
@@ -383,6 +393,7 @@ NETS = {
         lambda _: later(), lambda net: (sys.modules["tests.layers.capture.late"], "factor")
     ),
     "an element of an array": reads(lambda g: float(g[0]), own(0), lambda: np.ones(2)),
+    "an element of maps": reads(lambda g: g["f"], fixed(TABLE, "f"), lambda: ChainMap({}, TABLE)),
     "an element behind a view": reads(
         lambda g: g["f"], fixed(TABLE, "f"), lambda: types.MappingProxyType(TABLE)
     ),
