@@ -88,8 +88,7 @@ class Channel:
             here = [lane for lane in self._incoming if lane.lands]
             self._posted = PostedResults(arena, self._buffer, here, exchange.need, self.dtype)
         self._flags, self._acquire = self._buffer.flags, manager.segment.acquire
-        self._connected = self.idle
-        self._operation = manager.operation(name)
+        self._connected, self._operation = self.idle, manager.operation(name)
         # While a trace is recorded: by pending epoch, the function to call when all its pieces have arrived.
         self._recorded: dict[int, Callable[[], bool]] = {}
         self._started = self._finished = 0

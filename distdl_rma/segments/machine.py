@@ -171,8 +171,7 @@ class Machine(SharedByCopies):
         self.ranks = _check_ranks(base, ranks)
         self.rank: int = base.rank
         self._origin: tuple[MPI.Intracomm, int] | None = None
-        self._uses = 0
-        self.labels = Labels()
+        self._uses, self.labels = 0, Labels()
         # Objects of upper floors, by name, until the machine closes.
         self.kept: dict[str, Any] = {}
         # Of virtual ranks that run in their order, one after the other: what they send, without waiting for a

@@ -182,8 +182,7 @@ class SegmentManager(SegmentContext, Uncopyable):
         self.defer, self.withdraw = waiter.defer, waiter.withdraw
         self.begin = self._header.begin
         self.communicators = Communicators(comm, rank_ids)
-        self.transport = transport
-        self.trace = Tracer()
+        self.transport, self.trace = transport, Tracer()
         # Objects that collectives share until the segment is freed.
         self.shared_objects: dict[Hashable, object] = {}
         self._retired: list[tuple[SegmentBuffer, Callable[[], bool]]] = []

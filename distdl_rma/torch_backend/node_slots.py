@@ -105,8 +105,7 @@ class NodeSlots(Callers):
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         # None where no fence is needed.
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.load_fence
-        self.number = 0
-        self._kinds = Kinds()
+        self.number, self._kinds = 0, Kinds()
         # First round of the call under way, the number of its kind, and the calls that the tables hold. All
         # ranks have read all rounds up to ``_past``.
         self._first = self._kind = self._past = 0

@@ -182,8 +182,7 @@ class Scratch:
         self.written_nbytes = self.read_nbytes = self.used_nbytes = 0
         #: The first error of a write; the file takes no more bytes then, unless the owner sets None.
         self.error: DataError | None = None
-        self._waiting_nbytes = 0
-        self._space = Extents()
+        self._waiting_nbytes, self._space = 0, Extents()
         # Guards all of the above, and the regions. Nobody holds it while bytes move.
         self._changed = threading.Condition()
         # Freed space that is still taken. Finalizers append to it, which wait for no lock.

@@ -145,8 +145,7 @@ class spill:  # noqa: N801
         self._numbers = count()
         # Pieces in memory that the backward needs next. The lock guards it, and what pieces have in memory.
         self._held: list[ref[_Piece]] = []
-        self._lock = threading.Lock()
-        self._pool = Pool(_IDLE_NBYTES)
+        self._lock, self._pool = threading.Lock(), Pool(_IDLE_NBYTES)
         with self._together():
             self._above = parse_size(above, "the size above which tensors are spilled")
             self._scratch = Scratch(folder, quota)

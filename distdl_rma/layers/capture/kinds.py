@@ -24,7 +24,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from dis import opmap
+from dis import get_instructions
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter, is_
@@ -332,21 +332,25 @@ class State:
         self._functions.append(function)
         codes = _codes(function.__code__)
         names = {*chain.from_iterable(code.co_names for code in codes)}
-        used = {*chain.from_iterable(code.co_code[::2] for code in codes)}
-        imported = names.copy() if opmap["IMPORT_NAME"] in used else ()
-        if _BY_TEXT & names or opmap["MATCH_CLASS"] in used:
+        used = [(x.opname, x.argval) for code in codes for x in get_instructions(code)]
+        # Attributes may have names of variables that the code does not read.
+        variables = {name for how, name in used if "GLOBAL" in how or how == "LOAD_NAME"}
+        imported = {name for how, name in used if "IMPORT" in how}
+        if _BY_TEXT & names or any(how == "MATCH_CLASS" for how, _ in used):
             given = chain.from_iterable(code.co_consts for code in codes)
-            texts = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)
-            variables = map(function.__globals__.get, [*names])
-            names.update(x for x in chain(texts, variables) if isinstance(x, str))
+            texts = [*chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)]
+            variables.update(x for x in texts if "globals" in names and isinstance(x, str))
+            texts += map(function.__globals__.get, [*variables])
+            names.update(x for x in texts if isinstance(x, str))
         self._names |= names
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.append(cell)
             self._parts.append((name, partial(_content, cell), partial(_fill, cell)))
-            self._look(name, _content(cell))
+            # Where code calls super(): the class of a method, which is that of an object.
+            self._look(name, _content(cell) if name != "__class__" else None)
         self._look("", (function.__defaults__, function.__kwdefaults__))
         self._space("", vars(function))
-        self._space("", function.__globals__, names=names)
+        self._space("", function.__globals__, names=variables)
         package = str(function.__globals__.get("__package__") or "").split(".")
         parents = "", *accumulate(package, "{}.{}".format)
         self._space("", sys.modules, names={f"{x}.{y}".strip(".") for x in parents for y in imported})
@@ -474,6 +478,8 @@ def alike(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.generic):
+        return bool(one.tobytes() == other.tobytes())
     if type(one) is tuple:
         return len(one) == len(other) and all(map(alike, one, other))
     # By their texts: 0.0 and -0.0 are equal, and NaN equals nothing.

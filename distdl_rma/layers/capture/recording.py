@@ -197,6 +197,8 @@ class Recorder:
         self._by_storage: dict[int, int] = {}
         # Tensors that are known by their ``id``.
         self._kept: list[torch.Tensor] = []
+        # Results of which Python may read values: they follow from numbers of Python alone.
+        self.readable: set[int] = set()
         self._contexts = 0
         # Numbers of operations in the forward of a checkpoint, and of the same in its recomputation; those
         # that a recomputation, if one runs, has still to meet.
@@ -348,14 +350,22 @@ class Recorder:
             pure = not (random or func._schema.is_mutable or "batch_norm" in func._schema.name)
             # A buffer that was changed in place stays what it is: the model's.
             same = isinstance(found, torch.Tensor) and self._by_view.get(_view(found)) in self.bound
-            self._note(run, given, named, None if same else self.results(found), pure)
+            results = None if same else self.results(found)
+            self._note(run, given, named, results, pure)
+            if func._schema.is_mutable:
+                self.readable.clear()
+            elif pure and self._is_readable(args, kwargs) and "empty" not in func._schema.name:
+                self.readable.update(slot.number for slot in slots_in(results))
         return found
+
+    def _is_readable(self, *given: Any) -> bool:
+        return {self.slot(x).number for x in tensors_in(*given)} <= self.readable
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
         # Indexing by integers gives the same shape for all values.
         by_mask = func is not _INDEX or any(x.dtype in _MASKS for x in tensors_in(args[1]))
-        if by_mask and not _VALUES.isdisjoint(func.tags):
+        if by_mask and not _VALUES.isdisjoint(func.tags) and not self._is_readable(args, kwargs):
             self.refuse(f"{name.strip('_')} makes Python, or a shape, depend on the values of a tensor")
         if name in _MOVE:
             self.refuse(f"{name} gives a tensor other memory")
@@ -548,6 +558,7 @@ class _Reads(TorchFunctionMode):
             with self:
                 return SplitTensor.__torch_function__(func, types, args, kwargs)
         reads = recorder.notes and getattr(func, "__name__", "") in _READ
-        if reads and recorder.kinds[recorder.slot(args[0]).number] != CONSTANT:
+        number = recorder.slot(args[0]).number if reads else 0
+        if reads and recorder.kinds[number] != CONSTANT and number not in recorder.readable:
             recorder.refuse(f"{func.__name__}() reads the values of a tensor into Python")
         return func(*args, **kwargs)

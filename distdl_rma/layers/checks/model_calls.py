@@ -314,8 +314,7 @@ class CallTrace:
         # Number of the call; kinds of plain tensors in earlier calls, None while none is to be noted.
         self.at = 0
         self.met: set[Any] | None = None
-        self.graph = torch.is_grad_enabled()
-        self.thread = threading.get_ident()
+        self.graph, self.thread = torch.is_grad_enabled(), threading.get_ident()
 
     @property
     def number(self) -> int:

@@ -161,6 +161,10 @@ class Compiled:
             self._refuse(kind.raised)
         return result
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has recorded nothing.
+        return {**vars(self), "kinds": []}
+
     def __repr__(self) -> str:
         kinds = [str(kind) for kind in self.kinds]
         return "\n".join([f"{len(kinds)} kinds of calls of {self._handle.name}", *kinds])

@@ -163,8 +163,7 @@ class Registry:
     def __init__(self, machine: Machine, options: SyncOptions, owner: Owner) -> None:
         self._machine, self._options, self._owner = machine, options, owner
         self._agreed: list[Agreed] = []
-        self.watch = ModuleWatch()
-        self._attempts = 0
+        self.watch, self._attempts = ModuleWatch(), 0
 
     @contextmanager
     def adding(

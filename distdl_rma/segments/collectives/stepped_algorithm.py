@@ -73,8 +73,7 @@ class SteppedAlgorithm(Scripted, ABC):
         self.rows: tuple[list[Array], ...] = ()
         self._peer_words: list[memoryview] = []
         self.between = Messages(manager, across if layout.me in across else (), name, self._terms)
-        self._operation = manager.operation(name)
-        self._counters = manager.counters
+        self._operation, self._counters = manager.operation(name), manager.counters
         self._fence, self._acquire = manager.segment.store_fence, manager.segment.acquire
         self._step = 0
         # Ranks that the step waits for; the phase on this node and its value, or None between nodes.

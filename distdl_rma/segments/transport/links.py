@@ -406,8 +406,7 @@ class RemoteLink:
         self.rank, self._rma, self._lock, self._busy = rank, rma, lock, busy
         self._open = _Delivery()
         self._pending: deque[_Delivery] = deque()
-        self._words = Transfers()
-        self._gets = Transfers()
+        self._words, self._gets = Transfers(), Transfers()
         # Bytes of transfers of which the peer knows, and does not know yet, until all are complete here.
         self.moving = self._untold = 0
 

@@ -258,8 +258,7 @@ class PeerHeaders:
     """
 
     def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self._namespace = namespace()
+        self.segment, self._namespace = segment, namespace()
         # Pending gets; the last answer of each rank of another node, and its time.
         self._asked: dict[int, tuple[MPI.Request, Bytes]] = {}
         self._answers: dict[int, tuple[HeaderRecord, float]] = {}

@@ -165,8 +165,7 @@ class PeerWatch:
         self._segment, self._header, self._notices = segment, header, notices
         self.rank = notices.rank
         self.others = tuple(rank for rank in ranks if rank != self.rank)
-        self._headers = PeerHeaders(segment)
-        self._left = ""
+        self._headers, self._left = PeerHeaders(segment), ""
         # The error that the ranks settle now, empty if none, and the rank on which it began.
         self._settling, self._origin = "", self.rank
         # Ring of ranks that wait for each other, this rank among them: their records, the time since which

@@ -330,8 +330,7 @@ class _Meeting:
         self._world = dict(zip(ranks, world, strict=True))
         self._others = [rank for rank in ranks if rank != me]
         self._first = min(ranks, key=self._world.__getitem__)
-        self._members = frozenset(world)
-        self._meeting = fingerprint(ranks, world)
+        self._members, self._meeting = frozenset(world), fingerprint(ranks, world)
         self._deadline = time.monotonic() + seconds
 
     def hold(self) -> int:

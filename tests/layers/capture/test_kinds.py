@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import sys
 import threading
@@ -508,6 +509,76 @@ def test_what_is_no_change(P_world):
     one = Plain()
     check(reads(lambda g: len(g[0]), made=lambda: (some, Copied(a=one)))(), lambda _: None, 1, is_same=True)
     assert model.steps == 1
+
+
+class Base(Net):
+    """A constructor that names what the loop writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.power = 0, np.float64(1)
+
+    def of(self, y):
+        return y * self.loss
+
+    @property
+    def loss(self):
+        return float(self.power)
+
+
+class Calling(Base):
+    """A method that calls that of its base."""
+
+    def of(self, y):
+        return super().of(y)
+
+
+def test_what_an_attribute_and_a_variable_are_both_named(P_world, monkeypatch):
+    # A variable that has the name of an attribute, a counter that a constructor sets, and equal numbers.
+    monkeypatch.setattr(HERE, "loss", 0, raising=False)
+
+    def change(model):
+        model.steps += 1
+        model.power = np.float64(1)
+        monkeypatch.setattr(HERE, "loss", 1)
+
+    check(Calling(), change, kinds=1, is_same=True)
+
+
+def test_values_that_follow_from_numbers_of_python_may_be_read(P_world):
+    def axes(y):
+        return y.mean(torch.arange(1, y.dim()).tolist()).sum() * torch.full((), 2.0).item()
+
+    check(Net(), lambda _: None, kinds=1, is_same=True, loss=axes)
+
+    def changed(y, x):
+        some = torch.arange(2.0)
+        some[0] = x.sum()
+        return y.sum() * some.tolist()[0]
+
+    model = distribute(Net(), {"H": -1})
+    with pytest.raises(UnsupportedError, match="reads the values"):
+        replayed(lambda x: changed(model(x), x))(torch.rand(1, 1, 8, 6))
+    model.distributed.close()
+
+
+def test_a_copy_of_what_holds_a_step_has_recorded_nothing(P_world):
+    class Trainer:
+        def __init__(self):
+            self.model = distribute(Net(), {"H": -1})
+            self.step = replayed(self.loss)
+
+        def loss(self, x):
+            return self.model(x).mean()
+
+    one, x = Trainer(), torch.rand(1, 1, 8, 6)
+    one.step(x)
+    other = copy.deepcopy(one)
+    assert (len(one.step.kinds), len(other.step.kinds)) == (1, 0)
+    other.model.conv.bias.data += 1
+    assert torch.equal(other.step(x).full_tensor(), other.model(x).mean().full_tensor())
+    for each in (one, other):
+        each.model.distributed.close()
 
 
 def test_split_tensors_among_what_a_step_names(P_world):

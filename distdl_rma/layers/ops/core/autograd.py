@@ -101,9 +101,7 @@ def tracer() -> str:
     """Name of the part of torch that traces the current calls; empty if none does."""
     if torch._C._is_tracing():
         return "torch.jit"
-    if _transforms_active():
-        return "torch.func"
-    return "torch.export" if _fake() is not None else ""
+    return "torch.func" if _transforms_active() else "torch.export" if _fake() is not None else ""
 
 
 # The ``Recorder`` of ``layers/capture`` that notes the operations of a call; empty if there is none.

@@ -47,9 +47,8 @@ from distdl_rma.segments.machine import Machine
 
 def summed_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Dtype of a sum in torch."""
-    if dtype is not None:
-        return dtype
-    return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    own = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    return own if dtype is None else dtype
 
 
 @checked_rule("reduction", "sum", "nansum", "mean", "nanmean", "count_nonzero")
