@@ -117,8 +117,7 @@ class Partition:
         """Grid index of a rank id; ``PartitionError`` if it is no member."""
         if rank not in self:
             raise PartitionError(f"rank {rank} is not in the partition of ranks {self.ranks}")
-        remainder = self._positions[rank]
-        index = []
+        remainder, index = self._positions[rank], []
         for extent in reversed(self.shape):
             remainder, i = divmod(remainder, extent)
             index.append(i)

@@ -201,8 +201,7 @@ class Inference:
         self._begun += 1
         self._running += 1
         try:
-            twin = self._hooked()
-            box = layout.slices()
+            twin, box = self._hooked(), layout.slices()
             shape = [each.stop - each.start for each in box]
             with self._pages.running(comm.rank), torch.no_grad(), fits_device(self.device, shape):
                 y = twin(SplitTensor(self.read(box).to(self.device), layout))

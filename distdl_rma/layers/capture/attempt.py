@@ -275,7 +275,7 @@ class _Before:
     """What a call changes beside results and buffers, and a replay would not."""
 
     def __init__(self, state: State, inputs: Sequence[torch.Tensor]) -> None:
-        self._state, self._inputs, self._held = state, inputs, state.copy()
+        self._state, self._inputs = state, inputs
         self._versions = [x._version for x in inputs]
         # Generators of numpy hold another one.
         self._generators = [getattr(each, "bit_generator", each) for each in state.generators]
@@ -287,7 +287,7 @@ class _Before:
         for each, numbers in zip(self._generators, self._numbers, strict=True):
             each.__setstate__(numbers)
         try:
-            changed = self._state.restore(self._held)
+            changed = self._state.restore()
         except Exception as error:  # noqa: BLE001 - all ranks refuse the call
             return f"it changes what cannot be put back: {type(error).__name__}: {error}"
         if changed:

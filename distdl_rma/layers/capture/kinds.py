@@ -209,9 +209,9 @@ class State:
                                   that code names, its constructor
 
     Attributes lead to code, and code names more attributes: the walk goes on until there are no new ones.
-    Objects of torch, numpy and this library are not entered, and no code of these and of Python. ``step`` is
-    a function that calls the model, None for the model itself. Objects may raise any error while they are
-    read.
+    Objects of torch, numpy and this library are not entered, and no code of these, of Python, and of
+    libraries that draw, log and read files. ``step`` is a function that calls the model, None for the model
+    itself. Objects may raise any error while they are read.
     """
 
     def __init__(self, model: nn.Module, step: Callable[..., Any] | None = None) -> None:
@@ -248,9 +248,10 @@ class State:
         of_functions = [*map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))]
         self._asked: list[Any] = [(each, self._functions) for each in of_functions]
         both = (type, self.modules), (type, self._objects), (vars, self._objects)
-        self._asked += *both, (_content, self._cells)
+        self._asked += *both, (_content, self._cells), (np.ndarray.tobytes, self._arrays)
         self._tables = [x.table for x in self._all_spaces if x.names is self._names]
-        self.then, self._keys, self._first = self.held(), [*map(tuple, self._tables)], self.copy()
+        self.then, self._keys = self.held(), [*map(tuple, self._tables)]
+        self._first = [copied() for _, copied, _ in self._parts]
         # A loss may be a module beside the model, with parameters of the same names.
         inner = {child for module in self.modules for child in module.children()}
         outer = [module for module in self.modules if module not in inner]
@@ -324,24 +325,13 @@ class State:
         name = str(function.__globals__.get("__name__")).partition(".")[0]
         if name in _LIBRARIES:
             cells = () if name in _CLOSED else map(_content, function.__closure__ or ())
-            known = (x for x in cells if isinstance(x, (dict, FunctionType)))
+            known = [x for x in cells if isinstance(x, (dict, FunctionType))]
             self._look("", (vars(function).get("__wrapped__"), *known))
             return
         if function.__name__ in _OF_ALL and function.__code__.co_filename.startswith(_WRITTEN):
             return
         self._functions.append(function)
-        codes = _codes(function.__code__)
-        names = {*chain.from_iterable(code.co_names for code in codes)}
-        used = [(x.opname, x.argval) for code in codes for x in get_instructions(code)]
-        # Attributes may have names of variables that the code does not read.
-        variables = {name for how, name in used if "GLOBAL" in how or how == "LOAD_NAME"}
-        imported = {name for how, name in used if "IMPORT" in how}
-        if _BY_TEXT & names or any(how == "MATCH_CLASS" for how, _ in used):
-            given = chain.from_iterable(code.co_consts for code in codes)
-            texts = [*chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)]
-            variables.update(x for x in texts if "globals" in names and isinstance(x, str))
-            texts += map(function.__globals__.get, [*variables])
-            names.update(x for x in texts if isinstance(x, str))
+        names, variables, imported = _named_by(function)
         self._names |= names
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cells.append(cell)
@@ -351,8 +341,8 @@ class State:
         self._look("", (function.__defaults__, function.__kwdefaults__))
         self._space("", vars(function))
         self._space("", function.__globals__, names=variables)
-        package = str(function.__globals__.get("__package__") or "").split(".")
-        parents = "", *accumulate(package, "{}.{}".format)
+        package = function.__globals__.get("__package__") or ""
+        parents = "", *accumulate(package.split("."), "{}.{}".format)
         self._space("", sys.modules, names={f"{x}.{y}".strip(".") for x in parents for y in imported})
 
     def _space(self, path: str, table: Any, owner: Any = None, names: Any = None) -> None:
@@ -360,9 +350,10 @@ class State:
         made = _Space(path, table, self._names if names is None else set(), [], owner)
         key = id(table if owner is None else owner), names is None
         if key not in self._spaces:
+            self._spaces[key] = made
             self._all_spaces.append(made)
             self._parts.append((path, made.named, made.restore))
-        self._spaces.setdefault(key, made).names.update(names or ())
+        self._spaces[key].names.update(names or ())
 
     def _enter(self, space: _Space) -> bool:
         new = space.enter()
@@ -375,8 +366,7 @@ class State:
         found = [*chain.from_iterable(self._contents)]
         for get, names in self._entered:
             found += map(get, names, repeat(_ABSENT))
-        found += chain.from_iterable(map(of, each) for of, each in self._asked)
-        return [*found, *[x.tobytes() for x in self._arrays]]
+        return [*found, *chain.from_iterable(map(of, each) for of, each in self._asked)]
 
     def of_tensors(self) -> list[Any]:
         """What the tensors are now, but for their values."""
@@ -390,22 +380,19 @@ class State:
             return False
         return all(map(is_, now, then)) or all(map(alike, now, then))
 
-    def copy(self) -> list[Any]:
-        """All of it, for ``restore``."""
-        return [copied() for _, copied, _ in self._parts]
-
-    def changes(self, before: list[Any] | None = None) -> Iterator[tuple[str, Callable[[], object]]]:
-        """What differs from a copy, or from what was held first: names, and functions that put it back."""
-        for (path, copied, put_back), old in zip(self._parts, before or self._first, strict=True):
+    def changes(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What is not as it was when this was made: names, and functions that put it back."""
+        for (path, copied, put_back), old in zip(self._parts, self._first, strict=True):
             if (name := _first_change(copied(), old)) is not None:
                 yield ".".join(part for part in (path, name) if part), partial(put_back, old)
 
-    def restore(self, before: list[Any]) -> str:
-        """Put it back; name the first attribute or variable that was another, empty if none was."""
-        changes = [*self.changes(before)]
+    def restore(self) -> str:
+        """Put all of it back; name the first attribute or variable that was another, empty if none was."""
+        changes = [*self.changes()]
         for _, put_back in changes:
             put_back()
-        return changes[0][0] if changes else ""
+        # Of a root, whose keys have another order, there is no name.
+        return changes[0][0] or "the order of attributes" if changes else ""
 
 
 def _copied(x: Any) -> Any:
@@ -445,6 +432,23 @@ def _is_of(packages: set[str], x: Any) -> bool:
 
 def _of_users(classes: Iterable[type]) -> list[type]:
     return [each for each in classes if not _is_of(_LIBRARIES, each)]
+
+
+def _named_by(function: FunctionType) -> tuple[set[str], set[str], set[str]]:
+    # All names in its code, and in functions in it; names of variables; names that it imports.
+    codes = _codes(function.__code__)
+    names = {*chain.from_iterable(code.co_names for code in codes)}
+    used = [(x.opname, x.argval) for code in codes for x in get_instructions(code)]
+    # Attributes may have names of variables that the code does not read.
+    variables = {name for how, name in used if "GLOBAL" in how or how == "LOAD_NAME"}
+    imported = {name for how, name in used if "IMPORT" in how}
+    if _BY_TEXT & names or any(how == "MATCH_CLASS" for how, _ in used):
+        given = chain.from_iterable(code.co_consts for code in codes)
+        texts = [*chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in given)]
+        variables.update(x for x in texts if "globals" in names and isinstance(x, str))
+        texts += map(function.__globals__.get, [*variables])
+        names.update(x for x in texts if isinstance(x, str))
+    return names, variables, imported
 
 
 def _codes(code: CodeType) -> list[CodeType]:

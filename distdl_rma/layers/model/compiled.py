@@ -116,7 +116,7 @@ class Compiled:
         self.machine: Machine = handle.machine
         self._function: Callable[..., Any] = step or model._call_impl
         self.kinds: list[_Kind] = []
-        self._numbers = count()
+        self._numbers, self._warned = count(), False
         self._ranks: tuple[int, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,11 +143,7 @@ class Compiled:
             self._handle.begin(calls, passed, (args, kwargs), trace := CallTrace(), len(self.kinds), which)
             if kind is None and len(self.kinds) == _MOST:
                 calls.abandon()
-                changed = next((f", such as {name!r}" for name, _ in self.kinds[-1].state.changes()), "")
-                warn_user(
-                    f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
-                    f" attributes{changed}; calls of more kinds are not compiled, and run by the split model"
-                )
+                self._warn_of_many()
             else:
                 # No later call takes so much memory: it goes back.
                 with self._apart(calls, trace), freed_at_once(pieces=False):
@@ -160,6 +156,16 @@ class Compiled:
             # The program's numbers did not raise it.
             self._refuse(kind.raised)
         return result
+
+    def _warn_of_many(self) -> None:
+        # Once: to find what has changed takes as long as to copy all that is compared.
+        if not self._warned:
+            self._warned = True
+            changed = next((f", such as {name!r}" for name, _ in self.kinds[-1].state.changes()), "")
+            warn_user(
+                f"{self._handle.name}: it was called in {_MOST} ways with other shapes, types, modes or"
+                f" attributes{changed}; calls of more kinds are not compiled, and run by the split model"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has recorded nothing.

@@ -84,8 +84,7 @@ class ReplicaSampler:
         if at == 0:
             every = [crc32(part) for group in self._groups for part in group.nbytes]
             return hash((*every, *map(_learns, self._parameters)))
-        group = self._group(at % len(self._groups))
-        written = 0
+        group, written = self._group(at % len(self._groups)), 0
         if self._fruitless < _FRUITLESS:
             written = hash((*map(sub, map(_version, self._parameters), self._versions),))
         learns = hash((*map(_learns, self._parameters),))

@@ -297,8 +297,7 @@ class OwnAndHalo:
 
         Dimension by dimension, what lies before and behind own data is cut off from what is left.
         """
-        rest = self.stencil.reads(self.outputs) & self.domain
-        sides = []
+        rest, sides = self.stencil.reads(self.outputs) & self.domain, []
         for d, ((start, stop), (low, high)) in enumerate(zip(rest.bounds, self.own.bounds, strict=True)):
             low, high = min(max(low, start), stop), min(max(high, start), stop)
             sides += [rest.replace(d, start, low), rest.replace(d, high, stop)]
